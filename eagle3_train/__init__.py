@@ -1,0 +1,1 @@
+"""Train EAGLE-3 drafters on hidden states streamed from vLLM."""

@@ -1,0 +1,1 @@
+"""What EAGLE-3 is: torch only, tensors in, tensors out."""

@@ -1,0 +1,1 @@
+"""The target behind vLLM: the only package that imports vllm."""

@@ -1,0 +1,1 @@
+"""One file per verb; stages never import one another."""

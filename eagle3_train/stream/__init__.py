@@ -1,0 +1,1 @@
+"""The data plane: schedule, byte budget, capture pipeline, epoch cache, ledger."""

@@ -1,0 +1,1 @@
+"""One optimiser step: step, optimiser, sharding, checkpoint."""
