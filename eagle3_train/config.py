@@ -1,0 +1,407 @@
+"""Every knob of a job: frozen, documented, validated; light to import (no torch, ray, vllm).
+
+A job is `defaults <- YAML files, left to right <- section.field=value overrides`, checked by one
+strict schema. The docstring under a field is its help text; `docs/config.md` is generated from it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+
+class Section(BaseModel):
+    """Base of every section: unknown keys are errors, values never change after load."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TargetConfig(Section):
+    """The frozen model being accelerated."""
+
+    path: str
+    """Directory of the target: config.json, tokenizer, safetensors weights."""
+    tokenizer: str | None = None
+    """Directory of the tokenizer, when it is not the target's own."""
+    trust_remote_code: bool = False
+    """Consent to execute Python files that ship inside the target's directory."""
+
+
+class DrafterConfig(Section):
+    """Architecture of the drafter; sizes not named here are derived from the target."""
+
+    attention: Literal["llama", "mla"] = "llama"
+    """`llama` (grouped-query) or `mla` (DeepSeek/Kimi latent attention)."""
+    aux_layers: tuple[NonNegativeInt, ...] | None = None
+    """Boundaries (0..L) whose residual streams feed the drafter; null means (2, L//2, L-3)."""
+    draft_vocab_size: PositiveInt | None = None
+    """Most frequent target tokens the drafter may propose; null means the whole vocabulary."""
+    num_layers: PositiveInt = 1
+    """Decoder layers of the drafter."""
+    intermediate_size: PositiveInt | None = None
+    """Width of the drafter's MLP; null means the target's dense MLP width."""
+    num_heads: PositiveInt | None = None
+    """Attention heads; null means the target's."""
+    num_kv_heads: PositiveInt | None = None
+    """Key/value heads (llama attention); null means the target's."""
+    norm_output: bool = False
+    """EAGLE-3.1: feed the normalised state to the next step."""
+    fc_norm: bool = False
+    """EAGLE-3.1: RMS-normalise each aux state before fc."""
+    norm_before_fc: bool = False
+    """EAGLE-3.1: one RMS norm over the concatenated aux states before fc."""
+    max_position_embeddings: PositiveInt | None = None
+    """Positions the exported drafter serves; null means the target's."""
+    init_from: str | None = None
+    """Directory of an existing EAGLE-3 checkpoint to warm-start from."""
+
+
+class SamplingConfig(Section):
+    """How the target answers a prompt."""
+
+    temperature: NonNegativeFloat = 0.0
+    """0 is greedy."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Nucleus sampling mass."""
+    top_k: NonNegativeInt = 0
+    """0 keeps every token."""
+    max_new_tokens: PositiveInt = 256
+    """Longest answer, tokens."""
+
+
+class CorpusConfig(Section):
+    """Which conversations are read and how they become tokens."""
+
+    sources: tuple[str, ...] = ()
+    """Files, directories, globs or fsspec URLs of conversations or prompts."""
+    max_len: PositiveInt = 2048
+    """Longest sample in tokens; longer ones are truncated (ids, mask and states together)."""
+    limit: PositiveInt | None = None
+    """Read at most this many usable rows, in source order; null reads all."""
+    held_out_fraction: float = Field(0.05, ge=0, lt=1)
+    """Share of samples kept for evaluation, chosen by a stable hash of the conversation."""
+    deduplicate: bool = True
+    """Drop conversations whose content was already seen (counted as `duplicate`)."""
+    roles: dict[str, str] = {}
+    """Extra role names mapped to system, user, assistant or tool."""
+    leading_assistant: Literal["drop_turn", "skip_row"] = "skip_row"
+    """A conversation that starts with the assistant: drop that turn, or skip the row."""
+    several_system_turns: Literal["merge", "skip_row"] = "merge"
+    """More than one system turn: join them with a blank line, or skip the row."""
+    system_prompt: str | None = None
+    """System prompt added to conversations that have none; null adds nothing."""
+    template_kwargs: dict[str, Any] = {}
+    """Extra arguments of the chat template, e.g. {enable_thinking: true}."""
+    min_yield: float = Field(0.9, ge=0, le=1)
+    """Fail when a smaller share of rows is usable; 0 allows anything but nothing at all."""
+
+
+class RolloutConfig(Section):
+    """The target's own answers to the prompts."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """Sampling of every domain that has no entry in `domain_sampling`."""
+    domain_sampling: dict[str, SamplingConfig] = {}
+    """Sampling per domain label."""
+    self_synthesised: NonNegativeInt = 0
+    """Prompts the target writes itself, sampled after the bare user header."""
+    synthesis: SamplingConfig = SamplingConfig(temperature=1.0, max_new_tokens=128)
+    """Sampling of self-synthesised prompts."""
+    seed: int = 0
+    """Seed of sampled answers and synthesised prompts."""
+    shard_rows: PositiveInt = 512
+    """Answers per committed Parquet shard: what a kill can cost."""
+    max_failures: float = Field(0.05, ge=0, le=1)
+    """Fail the stage when a larger share of prompts could not be answered."""
+
+
+class EngineConfig(Section):
+    """The vLLM engines that answer, capture and serve."""
+
+    replicas: PositiveInt = 1
+    """Engine actors that work side by side."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of one replica; they sit on one node."""
+    gpus_per_worker: NonNegativeFloat = 0.0
+    """GPUs each tensor-parallel worker reserves; a fraction shares a GPU with a trainer."""
+    cpus: NonNegativeFloat = 1.0
+    """CPUs one replica reserves."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Compute type of the target."""
+    max_model_len: PositiveInt = 2048
+    """Longest sequence the engine accepts, tokens."""
+    max_num_seqs: PositiveInt = 64
+    """Requests decoded together."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens scheduled in one engine step; null is the engine's choice."""
+    kv_cache_bytes: PositiveInt | None = None
+    """KV cache of one worker; null lets gpu_memory_utilization decide."""
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    """Share of a GPU's memory the engine may take."""
+    enforce_eager: bool = False
+    """Skip compilation and CUDA graphs: quicker start, slower decode."""
+    prefix_caching: bool = False
+    """Reuse the KV cache of shared prefixes."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """`dummy` loads random weights, for tests and benchmarks."""
+    start_timeout_s: PositiveFloat = 1800.0
+    """Longest wait for a replica to load."""
+    request_timeout_s: PositiveFloat = 1800.0
+    """Longest wait for one request before its replica counts as dead."""
+    max_replacements: NonNegativeInt = 3
+    """Dead replicas replaced before the job gives up."""
+
+
+class StreamConfig(Section):
+    """The data plane between engines and trainers."""
+
+    max_bytes_in_flight: PositiveInt
+    """Hidden-state bytes between engine hand-off and optimiser-step acknowledgement, cluster-wide."""
+    tokens_per_pack: PositiveInt = 2048
+    """Token budget of one pack: one forward/backward of one rank."""
+    cache_bytes: NonNegativeInt = 0
+    """Node-local bytes that keep the same subset of samples for every epoch."""
+    lookahead_packs: PositiveInt = 8
+    """Captures a rank's pipeline keeps asked for at once."""
+
+
+class TrainConfig(Section):
+    """Optimisation of the drafter."""
+
+    epochs: PositiveInt = 1
+    """Passes over the samples; every sample is trained exactly this often."""
+    workers: PositiveInt = 1
+    """Ray Train workers (FSDP ranks)."""
+    gpus_per_worker: NonNegativeFloat = 0.0
+    """GPUs of one worker; 0 trains on CPU."""
+    cpus_per_worker: PositiveFloat = 1.0
+    """CPUs one worker reserves."""
+    torch_threads: PositiveInt = 1
+    """Threads of a CPU worker."""
+    accumulation: PositiveInt = 1
+    """Packs per rank and optimiser step."""
+    lr: PositiveFloat = 1e-4
+    """Peak learning rate."""
+    min_lr_ratio: float = Field(0.1, ge=0, le=1)
+    """Final learning rate as a share of the peak."""
+    warmup_ratio: float = Field(0.03, ge=0, lt=1)
+    """Share of the optimiser steps spent warming up."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW decay."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW moments."""
+    grad_clip: PositiveFloat = 0.5
+    """Largest gradient norm."""
+    ttt_steps: PositiveInt = 7
+    """Unroll depth of training-time test."""
+    decay: float = Field(0.8, gt=0, le=1)
+    """Weight of TTT step k is decay**k."""
+    loss: Literal["forward_kl", "cross_entropy", "reverse_kl", "jsd", "tv"] = "forward_kl"
+    """Distance between teacher and drafter."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Compute type of the drafter; masters and loss are float32."""
+    compile: bool = False
+    """torch.compile the step."""
+    seed: int = 0
+    """Seed of initialisation and of each epoch's order."""
+    eval_every: PositiveInt = 50
+    """Optimiser steps between held-out evaluations."""
+    eval_samples: NonNegativeInt = 32
+    """Held-out samples per evaluation."""
+    checkpoint_every: PositiveInt = 50
+    """Optimiser steps between checkpoints."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints kept, beside the best."""
+    log_every: PositiveInt = 1
+    """Optimiser steps between metrics lines."""
+    max_failures: NonNegativeInt = 3
+    """Worker-group restarts before the job gives up."""
+    max_bad_samples: float = Field(0.005, ge=0, le=1)
+    """Share of captured samples that may be skipped as non-finite or mismatched."""
+
+
+class ExportConfig(Section):
+    """The drafter in the form vLLM and SGLang load."""
+
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of the exported weights."""
+    checkpoint: Literal["best", "last"] = "best"
+    """Which checkpoint is exported."""
+    max_shard_bytes: PositiveInt = 5_000_000_000
+    """Largest safetensors file."""
+
+
+class EvaluateConfig(Section):
+    """What is measured in the engine."""
+
+    sources: tuple[str, ...] = ()
+    """Prompts to evaluate on; empty uses the held-out prompts of the rollout."""
+    num_prompts: PositiveInt = 80
+    """Prompts per domain."""
+    sampling: SamplingConfig = SamplingConfig()
+    """How the target answers while measured."""
+    num_speculative_tokens: PositiveInt = 3
+    """Draft tokens served."""
+    concurrency: tuple[PositiveInt, ...] = (1,)
+    """Requests in flight, one measurement each."""
+    untrained: bool = True
+    """Also serve the drafter as it was before training."""
+    max_k: PositiveInt = 7
+    """Largest k of the walked estimate."""
+
+
+class LogConfig(Section):
+    """Where a run is followed."""
+
+    wandb_project: str = "eagle3-train"
+    """W&B project; the API key comes from the environment, never from here."""
+    wandb_mode: Literal["online", "offline", "disabled"] = "offline"
+    """Offline runs are written below the run directory and synced later."""
+    level: Literal["DEBUG", "INFO", "WARNING"] = "INFO"
+    """Console level."""
+
+
+class JobConfig(Section):
+    """One job: sections are stages."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
+    """Name of the run and of its directory."""
+    runs_dir: Path = Path("runs")
+    """Parent of run directories; on storage every node sees when there are several nodes."""
+    skip_preflight: bool = False
+    """Do not run the static preflight before training."""
+    target: TargetConfig
+    """The frozen model."""
+    drafter: DrafterConfig = DrafterConfig()
+    """The model we train."""
+    corpus: CorpusConfig = CorpusConfig()
+    """Conversations in, tokens out."""
+    rollout: RolloutConfig = RolloutConfig()
+    """The target answers."""
+    engine: EngineConfig = EngineConfig()
+    """vLLM."""
+    stream: StreamConfig
+    """Hidden states in flight."""
+    train: TrainConfig = TrainConfig()
+    """Optimisation."""
+    export: ExportConfig = ExportConfig()
+    """Checkpoint for the engines."""
+    evaluate: EvaluateConfig = EvaluateConfig()
+    """Served measurements."""
+    log: LogConfig = LogConfig()
+    """Tracking."""
+
+    @property
+    def run_path(self) -> Path:
+        """Directory of this run."""
+        return self.runs_dir / self.name
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.corpus.max_len > self.engine.max_model_len:
+            raise ValueError(
+                f"corpus.max_len={self.corpus.max_len} exceeds engine.max_model_len="
+                f"{self.engine.max_model_len}; lower the first or raise the second"
+            )
+        if self.corpus.max_len > self.stream.tokens_per_pack:
+            raise ValueError(
+                f"corpus.max_len={self.corpus.max_len} exceeds stream.tokens_per_pack="
+                f"{self.stream.tokens_per_pack}: a sample of full length fits in no pack; "
+                "raise stream.tokens_per_pack"
+            )
+        return self
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message says which key and what to do."""
+
+
+def load_config(files: list[Path], overrides: list[str] | None = None) -> JobConfig:
+    """Compose YAML `files` left to right, apply `section.field=value` overrides, validate.
+
+    Raises ConfigError naming every offending key.
+    """
+    merged: dict[str, Any] = {}
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"no configuration file {file}; see configs/ for examples")
+        try:
+            content = yaml.safe_load(file.read_text()) or {}
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{file} is not valid YAML: {error}") from error
+        if not isinstance(content, dict):
+            raise ConfigError(
+                f"{file} must hold a mapping of sections, got {type(content).__name__}"
+            )
+        _merge(merged, content)
+    for override in overrides or []:
+        _apply(merged, override)
+    try:
+        return JobConfig.model_validate(merged)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, files)) from error
+
+
+def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
+    """Merge mappings recursively; lists and scalars replace."""
+    for key, value in new.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _apply(merged: dict[str, Any], override: str) -> None:
+    """Apply one `section.field=value`; the value is YAML."""
+    dotted, separator, text = override.partition("=")
+    if not separator:
+        raise ConfigError(f"override {override!r} is not of the form section.field=value")
+    *parents, leaf = dotted.split(".")
+    node = merged
+    for parent in parents:
+        child = node.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise ConfigError(f"override {override!r}: {parent} is not a section")
+        node = child
+    node[leaf] = yaml.safe_load(text)
+
+
+def _explain(error: ValidationError, files: list[Path]) -> str:
+    """One line per problem: dotted key, what is wrong, what was given."""
+    lines = [f"invalid configuration ({', '.join(map(str, files))}):"]
+    for problem in error.errors():
+        key = ".".join(map(str, problem["loc"])) or "(whole file)"
+        if problem["type"] == "missing":
+            lines.append(f"  {key}: required, not given")
+        elif problem["type"] == "extra_forbidden":
+            lines.append(f"  {key}: unknown key; see docs/config.md for the known ones")
+        else:
+            lines.append(f"  {key}: {problem['msg']} (got {problem['input']!r:.80})")
+    return "\n".join(lines)
+
+
+def fields(model: type[BaseModel] = JobConfig, prefix: str = "") -> list[tuple[str, str, str]]:
+    """(dotted key, default, help) of every field, in order."""
+    rows: list[tuple[str, str, str]] = []
+    for name, info in model.model_fields.items():
+        key = f"{prefix}{name}"
+        annotation = info.annotation
+        if isinstance(annotation, type) and issubclass(annotation, Section) and prefix == "":
+            rows.extend(fields(annotation, f"{key}."))
+            continue
+        default = "required" if info.is_required() else str(info.default)
+        rows.append((key, default, info.description or ""))
+    return rows

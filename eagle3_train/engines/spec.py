@@ -1,0 +1,82 @@
+"""What an engine is asked to be: plain data, no vllm import, so that drivers can build it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """One vLLM engine.
+
+    purpose: "capture" taps `boundaries` (sorted, last one is L) and also generates; "serve" drafts with
+    the EAGLE-3 checkpoint in `drafter`; "plain" only generates. Sizes are tokens and bytes.
+    """
+
+    model: str
+    tokenizer: str
+    purpose: Literal["capture", "serve", "plain"]
+    boundaries: tuple[int, ...] = ()
+    drafter: str = ""
+    num_speculative_tokens: int = 0
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    tensor_parallel: int = 1
+    max_model_len: int = 2048
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int | None = None
+    kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
+    prefix_caching: bool = False
+    load_format: str = "auto"
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One thing an engine is asked to do: answer `prompt_ids`, or (max_new_tokens=1) just read them.
+
+    capture: hand the hidden states over; for an answer they cover prompt and answer but the last token.
+    Sampling fields mean what vLLM's do; temperature 0 is greedy. ignore_eos decodes to max_new_tokens.
+    """
+
+    id: str
+    prompt_ids: tuple[int, ...]
+    max_new_tokens: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_eos: bool = False
+    capture: bool = False
+    stop_token_ids: tuple[int, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """vLLM's speculative counters over some interval; add and subtract to window them."""
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def length(self) -> float:
+        """Acceptance length: 1 + accepted / drafts, bonus token included."""
+        return 1.0 + self.num_accepted_tokens / max(self.num_drafts, 1)
+
+    def __sub__(self, earlier: Acceptance) -> Acceptance:
+        return Acceptance(
+            self.num_drafts - earlier.num_drafts,
+            self.num_draft_tokens - earlier.num_draft_tokens,
+            self.num_accepted_tokens - earlier.num_accepted_tokens,
+            tuple(
+                now - then
+                for now, then in zip(
+                    self.accepted_per_position, earlier.accepted_per_position, strict=True
+                )
+            ),
+        )
