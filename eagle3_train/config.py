@@ -261,6 +261,15 @@ class EvaluateConfig(Section):
     """Also serve the drafter as it was before training."""
     max_k: PositiveInt = 7
     """Largest k of the walked estimate."""
+    against: str | None = None
+    """Directory of another drafter for the same target, measured on the same prompts."""
+
+
+class ReportConfig(Section):
+    """How the record of a run is presented."""
+
+    against: Path | None = None
+    """Directory of another run; changes beyond 5 % are flagged."""
 
 
 class LogConfig(Section):
@@ -301,6 +310,8 @@ class JobConfig(Section):
     """Checkpoint for the engines."""
     evaluate: EvaluateConfig = EvaluateConfig()
     """Served measurements."""
+    report: ReportConfig = ReportConfig()
+    """What a reader sees."""
     log: LogConfig = LogConfig()
     """Tracking."""
 

@@ -1,0 +1,295 @@
+"""The record of a run as summary.json, report.md, figures and one self-contained index.html.
+
+Reads what the other stages wrote (metrics.jsonl, train/result.json, evaluate/evaluation.json, timings,
+provenance) and computes nothing that was not measured. `card` is what a terminal shows at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from eagle3_train.config import JobConfig
+from eagle3_train.rundir import RunDir, write_atomic
+from eagle3_train.stages.report_page import Document, Table, draw_figures, html, markdown
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+CHANGE_TOLERANCE = 0.05
+COMPARED = {  # summary key -> +1 when larger is better
+    "acceptance_length": 1,
+    "expected_acceptance_length": 1,
+    "distinct_bigram": 1,
+    "speedup": 1,
+    "tokens_per_s": 1,
+    "train_tokens_per_s": 1,
+    "final_loss": -1,
+    "peak_bytes_in_flight": -1,
+    "total_wall_s": -1,
+}
+
+
+def run(config: JobConfig) -> Json:
+    """Write the report of a finished run and return its summary.
+
+    `config.report.against` names another run's directory; changes beyond 5 % are flagged. Raises
+    ValueError naming the stage to run first when its output is missing.
+    """
+    run_dir = RunDir(config.run_path)
+    summary = summarise(config, run_dir)
+    changes = (
+        compare(summary, _read_summary(config.report.against)) if config.report.against else []
+    )
+    figures = draw_figures(read_metrics(run_dir.metrics), summary)
+    for name, svg in figures.items():
+        write_atomic(run_dir.report / f"{name}.svg", svg)
+    write_atomic(run_dir.report / "summary.json", json.dumps(summary, indent=2) + "\n")
+    document = compose(summary, changes)
+    write_atomic(run_dir.report / "report.md", markdown(document, list(figures)))
+    write_atomic(run_dir.report / "index.html", html(document, figures))
+    log.info("report: %s", run_dir.report / "index.html")
+    return summary
+
+
+def summarise(config: JobConfig, run_dir: RunDir) -> Json:
+    """Every number a reader asks first, flat; null where the run did not measure it."""
+    trained = _read(run_dir.train_result, "train")
+    evaluation = _read(run_dir.evaluation, "evaluate")
+    provenance = _read(run_dir.provenance, "train")
+    wall_s = _read(run_dir.timings, "train")
+    steps = [line for line in read_metrics(run_dir.metrics) if "train/loss" in line]
+    served, untrained = evaluation["trained"], evaluation["untrained"]
+    return {
+        "name": config.name,
+        "target": Path(config.target.path).name,
+        "acceptance_length": served["acceptance_length"],
+        "acceptance_interval": served["acceptance_interval"],
+        "acceptance_length_untrained": untrained["acceptance_length"] if untrained else None,
+        "num_speculative_tokens": evaluation["num_speculative_tokens"],
+        "expected_acceptance_length": evaluation["expected_acceptance_length"],
+        "expected_by_k": evaluation["expected_by_k"],
+        "best_k": evaluation["best_k"],
+        "per_position_acceptance": served["per_position_acceptance"],
+        "per_position_acceptance_untrained": (
+            untrained["per_position_acceptance"] if untrained else None
+        ),
+        "distinct_bigram": served["distinct_bigram"],
+        "lossless": evaluation["lossless"],
+        "speedup": served["speedup"],
+        "concurrency": served["concurrency"],
+        "tokens_per_s": served["tokens_per_s"],
+        "tokens_per_s_plain": served["tokens_per_s_plain"],
+        "evaluation_rows": evaluation["rows"],
+        "alarms": evaluation["alarms"],
+        "samples_expected": trained["samples_expected"],
+        "samples_trained": trained["samples_trained"],
+        "steps": len(steps),
+        "tokens_trained": steps[-1]["tokens"] if steps else 0,
+        "final_loss": steps[-1]["train/loss"] if steps else None,
+        "train_tokens_per_s": _median([line["perf/tokens_per_s"] for line in steps]),
+        "data_wait_frac": _median([line["perf/data_wait_frac"] for line in steps]),
+        "peak_bytes_in_flight": trained["peak_bytes_in_flight"],
+        "max_bytes_in_flight": config.stream.max_bytes_in_flight,
+        "hidden_state_bytes_total": trained["hidden_state_bytes_total"],
+        "wall_s": wall_s,
+        "total_wall_s": sum(wall_s.values()),
+        "hardware": evaluation["hardware"],
+        "versions": provenance["versions"],
+        "commit": provenance["commit"],
+    }
+
+
+def read_metrics(path: Path) -> list[Json]:
+    """Lines of metrics.jsonl in step order; a step written again after a restart counts once, the later line.
+
+    A last line torn by a kill is dropped; damage anywhere else raises ValueError.
+    """
+    if not path.is_file():
+        raise ValueError(f"no {path}: run the train stage before the report")
+    latest: dict[tuple[int, bool], Json] = {}
+    texts = path.read_text().splitlines()
+    for index, text in enumerate(texts):
+        try:
+            line = json.loads(text)
+        except ValueError as error:
+            if index == len(texts) - 1:
+                break
+            raise ValueError(f"{path} line {index + 1} is not JSON: {error}") from error
+        latest[line["step"], "train/loss" in line] = line
+    return [latest[key] for key in sorted(latest)]
+
+
+def compare(summary: Json, other: Json) -> list[Json]:
+    """Changes beyond 5 % against another run's summary: key, before, after, change, better."""
+    changes = []
+    for key, sign in COMPARED.items():
+        after, before = summary[key], other.get(key)
+        if after is None or not before:
+            continue
+        change = after / before - 1.0
+        if abs(change) > CHANGE_TOLERANCE:
+            changes.append(
+                {
+                    "key": key,
+                    "before": before,
+                    "after": after,
+                    "change": change,
+                    "better": change * sign > 0,
+                }
+            )
+    return changes
+
+
+def card(summary: Json) -> str:
+    """The run in a box of a dozen lines, for the terminal."""
+    gain = summary["acceptance_length_untrained"]
+    lines = [
+        f"{summary['name']}: EAGLE-3 drafter for {summary['target']}",
+        "",
+        f"acceptance length     {number(summary['acceptance_length'])}"
+        f"   at {summary['num_speculative_tokens']} draft tokens"
+        + (f", {number(gain)} untrained" if gain is not None else ""),
+        f"  expected (walked)   {number(summary['expected_acceptance_length'])}",
+        "  per position        "
+        + "  ".join(f"{p:.2f}" for p in summary["per_position_acceptance"]),
+        f"speedup               {number(summary['speedup'])}x"
+        f"   at concurrency {summary['concurrency']}",
+        f"outputs lossless      {yes(summary['lossless'])}"
+        f"   distinct bigrams {number(summary['distinct_bigram'])}",
+        f"samples trained       {summary['samples_trained']} of {summary['samples_expected']}"
+        f" in {summary['steps']} steps",
+        f"bytes in flight       {mib(summary['peak_bytes_in_flight'])} peak,"
+        f" {mib(summary['max_bytes_in_flight'])} allowed,"
+        f" {mib(summary['hidden_state_bytes_total'])} one epoch",
+        f"wall time             {summary['total_wall_s']:.0f} s  ("
+        + ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in summary["wall_s"].items())
+        + ")",
+        *(f"ALARM  {alarm}" for alarm in summary["alarms"]),
+    ]
+    width = max(map(len, lines))
+    bar = "+" + "-" * (width + 2) + "+"
+    return "\n".join([bar, *(f"| {line:<{width}} |" for line in lines), bar])
+
+
+def compose(summary: Json, changes: list[Json]) -> Document:
+    """What the report says, before it is Markdown or HTML."""
+    k, interval = summary["num_speculative_tokens"], summary["acceptance_interval"]
+    tiles = {
+        "acceptance length": (
+            number(summary["acceptance_length"]),
+            f"{k} draft tokens, 95 % interval {' to '.join(map(number, interval or [None]))}",
+        ),
+        "before training": (number(summary["acceptance_length_untrained"]), "same drafter, step 0"),
+        "expected": (
+            number(summary["expected_acceptance_length"]),
+            "walked over held-out greedy answers",
+        ),
+        "speedup": (
+            f"{number(summary['speedup'])}x",
+            f"at concurrency {summary['concurrency']}, same engine without drafter",
+        ),
+        "lossless": (yes(summary["lossless"]), "greedy tokens with and without drafter"),
+        "distinct bigrams": (number(summary["distinct_bigram"]), "loops flatter acceptance"),
+    }
+    facts = {
+        "samples trained": f"{summary['samples_trained']} of {summary['samples_expected']}"
+        f" (sample x epoch), {summary['steps']} steps",
+        "hidden states in flight": f"{mib(summary['peak_bytes_in_flight'])} peak,"
+        f" {mib(summary['max_bytes_in_flight'])} allowed,"
+        f" {mib(summary['hidden_state_bytes_total'])} in one epoch",
+        "final loss": number(summary["final_loss"]),
+        "best k": f"{summary['best_k']} (predicted from the walk and the speed measured at {k})"
+        if summary["best_k"]
+        else "not known: no walk or no plain speed",
+        "wall time": f"{summary['total_wall_s']:.0f} s",
+        "hardware": summary["hardware"],
+        "commit": summary["commit"],
+        "versions": ", ".join(f"{name} {v}" for name, v in summary["versions"].items()),
+    }
+    tables = [
+        Table("Served", *_served(summary)),
+        Table("Run", ["", ""], [*map(list, facts.items())]),
+    ]
+    if changes:
+        tables.insert(0, Table("Changes beyond 5 %", *_changes(changes)))
+    title = f"{summary['name']}: EAGLE-3 drafter for {summary['target']}"
+    return Document(title, summary["alarms"], tiles, tables)
+
+
+def _served(summary: Json) -> tuple[list[str], list[list[str]]]:
+    header = ["dataset", "drafter", "concurrency", "temperature", "acceptance length"]
+    header += [
+        "95 % interval",
+        "per position",
+        "tokens/s",
+        "plain tokens/s",
+        "speedup",
+        "distinct bigrams",
+    ]
+    header += ["lossless"]
+    rows = [
+        [
+            row["dataset"],
+            row["drafter"],
+            str(row["concurrency"]),
+            f"{row['temperature']:g}",
+            number(row["acceptance_length"]),
+            " to ".join(map(number, row["acceptance_interval"] or [None])),
+            " ".join(f"{share:.2f}" for share in row["per_position_acceptance"]),
+            f"{row['tokens_per_s']:.1f}",
+            number(row["tokens_per_s_plain"]),
+            number(row["speedup"]),
+            number(row["distinct_bigram"]),
+            yes(row["lossless"]),
+        ]
+        for row in summary["evaluation_rows"]
+    ]
+    return header, rows
+
+
+def _changes(changes: list[Json]) -> tuple[list[str], list[list[str]]]:
+    return ["", "before", "after", "change", "verdict"], [
+        [
+            change["key"],
+            number(change["before"]),
+            number(change["after"]),
+            f"{change['change']:+.1%}",
+            "better" if change["better"] else "WORSE",
+        ]
+        for change in changes
+    ]
+
+
+def number(value: float | None) -> str:
+    """Two decimals, or a dash for what was not measured."""
+    return "-" if value is None else f"{value:.2f}"
+
+
+def yes(value: bool | None) -> str:
+    """Words for a verdict that may be missing."""
+    return {True: "yes", False: "NO", None: "not checked"}[value]
+
+
+def mib(count: int) -> str:
+    """Bytes as MiB."""
+    return f"{count / 2**20:.1f} MiB"
+
+
+def _median(values: list[float]) -> float | None:
+    return median(values) if values else None
+
+
+def _read(path: Path, stage: str) -> Json:
+    if not path.is_file():
+        raise ValueError(f"no {path}: run the {stage} stage before the report")
+    content: Json = json.loads(path.read_text())
+    return content
+
+
+def _read_summary(run: Path) -> Json:
+    return _read(RunDir(run).report / "summary.json", f"report of {run.name}, or another")
