@@ -17,8 +17,6 @@ Json = dict[str, Any]
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 BLUE, AMBER, GREEN, ROSE, SLATE = "#2563eb", "#d97706", "#059669", "#e11d48", "#94a3b8"
 _STYLE = {
-    "svg.fonttype": "none",
-    "font.family": ["Inter", "Helvetica Neue", "Arial", "DejaVu Sans", "sans-serif"],
     "font.size": 10,
     "text.color": INK,
     "axes.labelcolor": MUTED,
@@ -44,14 +42,14 @@ h1{font-size:26px;margin:0 0 24px;letter-spacing:-.01em}h2{font-size:17px;margin
 .tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(165px,1fr));gap:14px}
 .tile,.panel,.alarm{background:#fff;border:1px solid #e4e7eb;border-radius:10px}
 .tile{padding:16px 18px}.tile b{display:block;font-size:27px;line-height:1.25;letter-spacing:-.02em}
-.tile:first-child b{color:#2563eb}.tile span{font-size:12px;color:#7b8794;text-transform:uppercase;letter-spacing:.05em}
+.tile:first-child b{color:#2563eb}.tile span{font-size:13px;color:#7b8794}
 .tile small{color:#7b8794;display:block;font-size:12.5px}
 .alarm{padding:12px 18px;margin-bottom:12px;border-left:4px solid #e11d48}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(500px,1fr));gap:14px;margin-top:24px}
 .panel{padding:14px}.panel img{width:100%;display:block}.scroll{overflow-x:auto}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums;font-size:13.5px}
 th{color:#7b8794;font-weight:500;text-align:left;border-bottom:1px solid #cbd2d9}
-th,td{padding:7px 12px 7px 2px}tr+tr td{border-top:1px solid #eef1f4}
+th,td{padding:7px 12px 7px 2px}td{white-space:nowrap}td:last-child{white-space:normal}tr+tr td{border-top:1px solid #eef1f4}
 @media(max-width:560px){.figures{grid-template-columns:1fr}}
 """
 
@@ -148,6 +146,7 @@ def _positions(_: list[Json], summary: Json) -> Figure | None:
         label="served",
     )
     right.set(title="Acceptance length", xlabel="draft tokens k")
+    right.set_xticks(range(1, max(len(expected), summary["num_speculative_tokens"]) + 1))
     right.legend(loc="lower right")
     return figure
 
@@ -175,7 +174,8 @@ def _serving(_: list[Json], summary: Json) -> Figure | None:
         axes.grid(visible=False, axis="y")
         axes.axvline(1.0, color=MUTED, linewidth=0.8, linestyle=":")
     panels[0].invert_yaxis()
-    panels[1].legend(loc="best", fontsize=8)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3)
     return figure
 
 
@@ -238,7 +238,7 @@ def html(document: Document, figures: dict[str, str]) -> str:
 
 
 def _html_table(table: Table) -> str:
-    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.header)
+    head = "".join(f"<th>{escape(cell)}</th>" for cell in table.header if any(table.header))
     rows = "".join(
         "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows
     )
