@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -21,25 +20,19 @@ import numpy.typing as npt
 import ray
 import ray.data
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
 
 from eagle3_train.records import Pack, PackKey, Sample
 from eagle3_train.stream.plan import Window
 
-log = logging.getLogger("eagle3_train")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StreamLink:
-    """How a rank reaches the stream: actors and the shared token table."""
+    """How a rank reaches the stream."""
 
     coordinator: ActorHandle[Any]
-    pool: ActorHandle[Any]
-    tokens: ray.ObjectRef[Any]
     attempt: int
     bytes_per_token: int
     lookahead_packs: int
-    max_attempts: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -75,7 +68,7 @@ def captured_packs(windows: list[Window], rank: int, link: StreamLink) -> Iterat
             yield CapturedPack(pack, None, {})
             continue
         refs, bad = ray.get(link.coordinator.take.remote(pack.key(link.attempt)))
-        yield CapturedPack(pack, ray.get(refs[0]), dict(bad))
+        yield CapturedPack(pack, ray.get(refs[0]), bad)
 
 
 def _dataset(windows: list[Window], packs: list[Pack], link: StreamLink) -> ray.data.Dataset:
@@ -97,7 +90,7 @@ def _dataset(windows: list[Window], packs: list[Pack], link: StreamLink) -> ray.
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
     return dataset.map_batches(
         CaptureClient,
-        fn_constructor_kwargs={"link": link},
+        fn_constructor_kwargs={"coordinator": link.coordinator},
         batch_size=1,
         batch_format="numpy",
         compute=ray.data.ActorPoolStrategy(
@@ -109,44 +102,16 @@ def _dataset(windows: list[Window], packs: list[Pack], link: StreamLink) -> ray.
 
 
 class CaptureClient:
-    """Ray Data operator: reserves bytes, has one pack captured, passes its number on."""
+    """Ray Data operator: has one pack captured and passes its number on."""
 
-    def __init__(self, link: StreamLink) -> None:
-        self._link = link
-        table = ray.get(link.tokens)
-        self._ids: npt.NDArray[np.int32] = table["ids"]
-        self._offsets: npt.NDArray[np.int64] = table["offsets"]
+    def __init__(self, coordinator: ActorHandle[Any]) -> None:
+        self._coordinator = coordinator
 
     async def __call__(
         self, batch: dict[str, npt.NDArray[Any]]
     ) -> AsyncIterator[dict[str, npt.NDArray[Any]]]:
-        """Capture one pack; the row that leaves carries its number only."""
+        """Wait until the pack's hidden states are in flight."""
         key = PackKey(*map(int, batch["key"][0]))
-        window_bytes = int(batch["window_bytes"][0])
-        await self._link.coordinator.reserve.remote(key.attempt, key.window, window_bytes)
         rows = json.loads(str(batch["rows"][0]))
-        if rows:
-            await self._capture(key, [self._captured_ids(row) for row in rows])
+        await self._coordinator.capture.remote(key, int(batch["window_bytes"][0]), rows)
         yield {"pack": batch["pack"]}
-
-    def _captured_ids(self, row: int) -> npt.NDArray[np.int32]:
-        """Ids whose states are needed: all but the last."""
-        return self._ids[self._offsets[row] : self._offsets[row + 1] - 1]
-
-    async def _capture(self, key: PackKey, ids: list[npt.NDArray[np.int32]]) -> None:
-        """Capture on the least busy replica; a dead one is reported and the pack asked for again."""
-        link = self._link
-        cost = sum(map(len, ids))
-        for attempt in range(1, link.max_attempts + 1):
-            replica, handle = await link.pool.lease.remote(cost)
-            try:
-                await handle.capture.remote(key, ids, link.coordinator)
-                return
-            except (RayActorError, RayTaskError) as error:
-                log.warning("capture of %s failed (replica %s, try %d): %s", key, replica, attempt, error)
-                if isinstance(error, RayActorError):
-                    await link.pool.failed.remote(replica)
-                if attempt == link.max_attempts:
-                    raise
-            finally:
-                link.pool.release.remote(replica, cost)

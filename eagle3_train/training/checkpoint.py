@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -20,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
+from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
 WEIGHTS = "drafter.safetensors"
 STATE = "state.json"
@@ -30,20 +31,21 @@ def save(
 ) -> None:
     """Write this rank's part of a checkpoint; every rank must call it. Rank 0 adds the plain copy."""
     model, optim = get_state_dict(drafter, optimizer)
-    dcp.save({"model": model, "optim": optim}, checkpoint_id=str(folder))
+    save_distributed({"model": model, "optim": optim}, checkpoint_id=str(folder))
     full = get_model_state_dict(
         drafter, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
     )
     if state["rank"] == 0:
-        save_file({name: t.contiguous() for name, t in full.items()}, folder / WEIGHTS)
+        weights = {name: t.contiguous() for name, t in full.items() if isinstance(t, torch.Tensor)}
+        save_file(weights, folder / WEIGHTS)
         (folder / STATE).write_text(json.dumps(state))
 
 
 def restore(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Load weights and optimiser state in place; returns the saved state."""
     model, optim = get_state_dict(drafter, optimizer)
-    content = {"model": model, "optim": optim}
-    dcp.load(content, checkpoint_id=str(folder))
+    content: dict[str, Any] = {"model": model, "optim": optim}
+    load_distributed(content, checkpoint_id=str(folder))
     set_state_dict(
         drafter, optimizer, model_state_dict=content["model"], optim_state_dict=content["optim"]
     )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eagle3_train.records import PackKey
-from eagle3_train.stream.coordinator import StaleAttemptError, StreamCoordinator
+from eagle3_train.stream.flight import Delivery, Flight, StaleAttemptError
 
 
 async def _blocked(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -17,24 +17,24 @@ async def _blocked(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     return task
 
 
-async def _coordinator(max_bytes: int, ranks: int = 1) -> StreamCoordinator:
-    coordinator = StreamCoordinator(max_bytes, ranks)
-    await coordinator.begin(0)
-    return coordinator
+async def _flight(max_bytes: int, ranks: int = 1) -> Flight:
+    flight = Flight(max_bytes, ranks)
+    await flight.begin(0)
+    return flight
 
 
 def test_a_window_waits_for_bytes_and_the_ack_of_every_rank_frees_them() -> None:
     async def story() -> None:
-        stream = await _coordinator(100, ranks=2)
+        stream = await _flight(100, ranks=2)
         await stream.reserve(0, 0, 60)
         later = await _blocked(stream.reserve(0, 1, 60))
-        await stream.delivered(PackKey(0, 0, 0, 0), ["ref"], 60, [])
+        await stream.keep(PackKey(0, 0, 0, 0), Delivery("ref", 60, {}))
         await stream.ack(0, 0, 0)
         await asyncio.sleep(0.01)
         assert not later.done()
         await stream.ack(0, 0, 1)
         await later
-        counters = await stream.counters()
+        counters = stream.counters
         assert (counters.peak_reserved, counters.in_flight) == (60, 0)
 
     asyncio.run(story())
@@ -42,7 +42,7 @@ def test_a_window_waits_for_bytes_and_the_ack_of_every_rank_frees_them() -> None
 
 def test_windows_are_reserved_in_plan_order_even_when_asked_for_out_of_order() -> None:
     async def story() -> None:
-        stream = await _coordinator(100)
+        stream = await _flight(100)
         later = await _blocked(stream.reserve(0, 1, 10))
         await stream.reserve(0, 0, 10)
         await later
@@ -52,24 +52,24 @@ def test_windows_are_reserved_in_plan_order_even_when_asked_for_out_of_order() -
 
 def test_every_pack_of_a_reserved_window_passes_without_new_bytes() -> None:
     async def story() -> None:
-        stream = await _coordinator(100)
+        stream = await _flight(100)
         for _ in range(4):
             await stream.reserve(0, 0, 90)
-        assert (await stream.counters()).reserved == 90
+        assert stream.counters.reserved == 90
 
     asyncio.run(story())
 
 
 def test_take_waits_for_delivery_and_a_repeated_delivery_changes_nothing() -> None:
     async def story() -> None:
-        stream = await _coordinator(100)
+        stream = await _flight(100)
         key = PackKey(0, 0, 0, 0)
         await stream.reserve(0, 0, 50)
         taking = await _blocked(stream.take(key))
-        await stream.delivered(key, ["first"], 50, [(1, "nan")])
-        await stream.delivered(key, ["second"], 50, [])
-        assert await taking == (["first"], [(1, "nan")])
-        counters = await stream.counters()
+        await stream.keep(key, Delivery("first", 50, {1: "nan"}))
+        await stream.keep(key, Delivery("second", 50, {}))
+        assert await taking == Delivery("first", 50, {1: "nan"})
+        counters = stream.counters
         assert (counters.in_flight, counters.captures, counters.bad_samples) == (50, 2, 1)
 
     asyncio.run(story())
@@ -77,16 +77,16 @@ def test_take_waits_for_delivery_and_a_repeated_delivery_changes_nothing() -> No
 
 def test_a_new_attempt_frees_everything_and_turns_old_callers_away() -> None:
     async def story() -> None:
-        stream = await _coordinator(100)
+        stream = await _flight(100)
         await stream.reserve(0, 0, 80)
-        await stream.delivered(PackKey(0, 0, 0, 0), ["ref"], 80, [])
+        await stream.keep(PackKey(0, 0, 0, 0), Delivery("ref", 80, {}))
         waiting = await _blocked(stream.reserve(0, 1, 80))
         await stream.begin(1)
         with pytest.raises(StaleAttemptError):
             await waiting
-        await stream.delivered(PackKey(0, 0, 0, 1), ["late"], 10, [])
+        await stream.keep(PackKey(0, 0, 0, 1), Delivery("late", 10, {}))
         await stream.reserve(1, 0, 100)
-        counters = await stream.counters()
+        counters = stream.counters
         assert (counters.in_flight, counters.stale) == (0, 1)
 
     asyncio.run(story())

@@ -1,0 +1,143 @@
+"""Hidden states in flight and their byte budget: reserve, keep, take, acknowledge. No Ray here.
+
+Bytes are reserved one whole window at a time, in plan order, so no rank can starve behind another
+rank's queue. An attempt is one start of the worker group: calls of an older attempt raise
+StaleAttemptError and hold nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from eagle3_train.records import PackKey
+
+
+@dataclass(slots=True)
+class Delivery:
+    """A captured pack: reference to its states, bytes, bad samples (index in pack: reason)."""
+
+    states: Any
+    nbytes: int
+    bad: dict[int, str]
+
+
+@dataclass(slots=True)
+class StreamCounters:
+    """What has flowed so far; bytes unless said otherwise."""
+
+    reserved: int = 0
+    in_flight: int = 0
+    peak_reserved: int = 0
+    peak_in_flight: int = 0
+    delivered_total: int = 0
+    captures: int = 0
+    bad_samples: int = 0
+    stale: int = 0
+    reserve_wait_s: float = 0.0
+
+
+class StaleAttemptError(RuntimeError):
+    """The worker group this call belongs to has been replaced."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """State of one start of the worker group."""
+
+    number: int
+    next_window: int = 0
+    reserved: dict[int, int] = field(default_factory=dict)
+    deliveries: dict[PackKey, Delivery] = field(default_factory=dict)
+    keys_of_window: dict[int, list[PackKey]] = field(default_factory=dict)
+    acks: dict[int, set[int]] = field(default_factory=dict)
+
+
+class Flight:
+    """All awaiting methods must run on one event loop."""
+
+    def __init__(self, max_bytes: int, ranks: int) -> None:
+        self._max_bytes = max_bytes
+        self._ranks = ranks
+        self._changed = asyncio.Condition()
+        self._attempt = _Attempt(number=-1)
+        self.counters = StreamCounters()
+
+    async def begin(self, attempt: int) -> None:
+        """Start an attempt (idempotent): everything in flight for older ones is dropped."""
+        async with self._changed:
+            if attempt > self._attempt.number:
+                self._attempt = _Attempt(number=attempt)
+                self.counters.reserved = self.counters.in_flight = 0
+                self._changed.notify_all()
+
+    async def reserve(self, attempt: int, window: int, window_bytes: int) -> None:
+        """Wait until all packs of `window` may be captured."""
+        started = asyncio.get_running_loop().time()
+        async with self._changed:
+
+            def ready() -> bool:
+                state = self._attempt
+                return (
+                    state.number != attempt
+                    or window < state.next_window
+                    or (
+                        window == state.next_window
+                        and self.counters.reserved + window_bytes <= self._max_bytes
+                    )
+                )
+
+            await self._changed.wait_for(ready)
+            state = self._current(attempt)
+            counters = self.counters
+            counters.reserve_wait_s += asyncio.get_running_loop().time() - started
+            if window == state.next_window:
+                state.next_window += 1
+                state.reserved[window] = window_bytes
+                counters.reserved += window_bytes
+                counters.peak_reserved = max(counters.peak_reserved, counters.reserved)
+                self._changed.notify_all()
+
+    async def keep(self, key: PackKey, delivery: Delivery) -> None:
+        """Own a captured pack until its window is acknowledged; a repeated one replaces nothing."""
+        async with self._changed:
+            state, counters = self._attempt, self.counters
+            counters.captures += 1
+            if state.number != key.attempt or key in state.deliveries:
+                counters.stale += 1
+                return
+            state.deliveries[key] = delivery
+            state.keys_of_window.setdefault(key.window, []).append(key)
+            counters.in_flight += delivery.nbytes
+            counters.peak_in_flight = max(counters.peak_in_flight, counters.in_flight)
+            counters.delivered_total += delivery.nbytes
+            counters.bad_samples += len(delivery.bad)
+            self._changed.notify_all()
+
+    async def take(self, key: PackKey) -> Delivery:
+        """Wait for a captured pack."""
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: self._attempt.number != key.attempt or key in self._attempt.deliveries
+            )
+            return self._current(key.attempt).deliveries[key]
+
+    async def ack(self, attempt: int, window: int, rank: int) -> None:
+        """The rank's optimiser step on `window` is done; the last rank's ack frees the bytes."""
+        async with self._changed:
+            state = self._current(attempt)
+            acks = state.acks.setdefault(window, set())
+            acks.add(rank)
+            if len(acks) < self._ranks:
+                return
+            del state.acks[window]
+            self.counters.reserved -= state.reserved.pop(window)
+            for key in state.keys_of_window.pop(window, []):
+                self.counters.in_flight -= state.deliveries.pop(key).nbytes
+            self._changed.notify_all()
+
+    def _current(self, attempt: int) -> _Attempt:
+        if self._attempt.number != attempt:
+            raise StaleAttemptError(f"attempt {attempt} was replaced by {self._attempt.number}")
+        return self._attempt
