@@ -44,6 +44,11 @@ _PLUS_ONE_NORMS = (
     "qwen3_5_text",
     "qwen3_5_moe_text",
 )
+# Llama-4 calls the expert width intermediate_size and the dense one intermediate_size_mlp.
+_DENSE_WIDTHS = (
+    *("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size"),
+    *("moe_intermediate_size", "moe_ffn_hidden_size"),
+)
 _SQRT_EMBEDDINGS = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text")
 
 
@@ -244,15 +249,7 @@ def _size(values: Config, directory: Path, *names: str) -> int:
 
 
 def _dense_width(values: Config, directory: Path) -> int:
-    # Llama-4 calls the expert width intermediate_size and the dense one intermediate_size_mlp.
-    names = (
-        "intermediate_size_mlp",
-        "intermediate_size",
-        "moe_intermediate_size",
-        "n_inner",
-        "ffn_dim",
-    )
-    return _size(values, directory, *names)
+    return _size(values, directory, *_DENSE_WIDTHS)
 
 
 def _rope(values: Config) -> RopeFacts:
@@ -288,11 +285,11 @@ def _mla(values: Config) -> MlaFacts | None:
 
 
 def _moe(values: Config) -> MoeFacts | None:
-    names = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+    names = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_primary_experts")
     experts = next((int(values[name]) for name in names if values.get(name)), 0)
     if experts < 2:
         return None
-    width = values.get("moe_intermediate_size") or values["intermediate_size"]
+    width = values.get("moe_intermediate_size") or values.get("intermediate_size") or 0
     per_token = values.get("num_experts_per_tok") or values.get("experts_per_token") or 1
     return MoeFacts(experts, int(per_token), int(width), int(values.get("n_shared_experts") or 0))
 

@@ -1,0 +1,1 @@
+"""Checks that run before anything is spent: static, arithmetic and live."""
