@@ -95,8 +95,8 @@ class CorpusConfig(Section):
     """Share of samples kept for evaluation, chosen by a stable hash of the conversation."""
     deduplicate: bool = True
     """Drop conversations whose content was already seen (counted as `duplicate`)."""
-    roles: dict[str, str] = {}
-    """Extra role names mapped to system, user, assistant or tool."""
+    roles: dict[str, Literal["system", "user", "assistant", "tool"]] = {}
+    """Extra role names (lower case), each mapped to system, user, assistant or tool."""
     leading_assistant: Literal["drop_turn", "skip_row"] = "skip_row"
     """A conversation that starts with the assistant: drop that turn, or skip the row."""
     several_system_turns: Literal["merge", "skip_row"] = "merge"
@@ -105,6 +105,10 @@ class CorpusConfig(Section):
     """System prompt added to conversations that have none; null adds nothing."""
     template_kwargs: dict[str, Any] = {}
     """Extra arguments of the chat template, e.g. {enable_thinking: true}."""
+    history: Literal["given", "regenerate"] = "given"
+    """Rollouts of conversations: keep given earlier answers, or let the target write every answer."""
+    supervise_inserted_think: bool = False
+    """Given answers: supervise an empty think block that the template inserted by itself."""
     min_yield: float = Field(0.9, ge=0, le=1)
     """Fail when a smaller share of rows is usable; 0 allows anything but nothing at all."""
 
@@ -172,6 +176,8 @@ class StreamConfig(Section):
     """Hidden-state bytes between engine hand-off and optimiser-step acknowledgement, cluster-wide."""
     tokens_per_pack: PositiveInt = 2048
     """Token budget of one pack: one forward/backward of one rank."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of hidden states in flight."""
     cache_bytes: NonNegativeInt = 0
     """Node-local bytes that keep the same subset of samples for every epoch."""
     lookahead_packs: PositiveInt = 8

@@ -1,0 +1,190 @@
+"""From configured sources to prompts for rollouts, or to samples whose answers came with the data."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from eagle3_train.config import CorpusConfig
+from eagle3_train.corpus.account import Accounting, Unusable
+from eagle3_train.corpus.conversation import Conversation, TokenRow, cut_for_answer, parse_row
+from eagle3_train.corpus.read import read_rows
+from eagle3_train.corpus.render import Renderer
+from eagle3_train.records import Prompt, Sample
+
+log = logging.getLogger(__name__)
+
+LOG_EVERY_S = 30.0
+HOPELESS_ROWS = 1000
+Item = TypeVar("Item", Prompt, Sample)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPrompts:
+    """Prompts in source order and the account of all rows. fingerprint: see Renderer."""
+
+    prompts: list[Prompt]
+    accounting: Accounting
+    fingerprint: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedSamples:
+    """Samples in source order and the account of all rows. fingerprint: see Renderer."""
+
+    samples: list[Sample]
+    accounting: Accounting
+    fingerprint: str
+
+
+def load_prompts(
+    config: CorpusConfig, tokenizer_dir: str, trust_remote_code: bool, quarantine: Path | None
+) -> LoadedPrompts:
+    """Conversations cut before the answer that the target shall write, as token ids.
+
+    Raises CorpusError for unreadable sources, no usable row, or a yield below config.min_yield.
+    """
+    renderer = Renderer.load(tokenizer_dir, trust_remote_code, config.template_kwargs)
+
+    def convert(row: Conversation | TokenRow, _: Accounting) -> list[Prompt]:
+        return [_prompt(row, renderer, config)]
+
+    prompts, accounting = _load(config, quarantine, convert)
+    return LoadedPrompts(prompts, accounting, renderer.fingerprint)
+
+
+def load_given(
+    config: CorpusConfig, tokenizer_dir: str, trust_remote_code: bool, quarantine: Path | None
+) -> LoadedSamples:
+    """Answered conversations and pre-tokenised rows, off-policy, as token ids and loss mask.
+
+    Raises CorpusError as load_prompts does.
+    """
+    renderer = Renderer.load(tokenizer_dir, trust_remote_code, config.template_kwargs)
+
+    def convert(row: Conversation | TokenRow, accounting: Accounting) -> list[Sample]:
+        return _samples(row, renderer, config, accounting)
+
+    samples, accounting = _load(config, quarantine, convert)
+    return LoadedSamples(samples, accounting, renderer.fingerprint)
+
+
+def _load(
+    config: CorpusConfig,
+    quarantine: Path | None,
+    convert: Callable[[Conversation | TokenRow, Accounting], list[Item]],
+) -> tuple[list[Item], Accounting]:
+    """Read, convert and account for every row; one bad row never stops the others."""
+    items: list[Item] = []
+    seen: set[str] = set()
+    given_ids: dict[str, str] = {}
+    logged = time.monotonic()
+    with Accounting(quarantine) as accounting:
+        for row in read_rows(config.sources):
+            if time.monotonic() - logged > LOG_EVERY_S:
+                logged = time.monotonic()
+                log.info("reading %s | %s", row.where, accounting.summary())
+            try:
+                if isinstance(row.fields, Unusable):
+                    raise row.fields
+                accounting.columns.update(row.fields)
+                parsed = parse_row(row.fields, config)
+                fresh = convert(parsed, accounting)
+                fresh = _with_unique_ids(fresh, seen, config.deduplicate)
+            except Unusable as problem:
+                accounting.drop(row.where, problem)
+                if accounting.rows_in == HOPELESS_ROWS and not accounting.kept:
+                    break
+                continue
+            _note_reused_id(row.fields.get("id"), fresh[0].id, given_ids, accounting)
+            if isinstance(parsed, Conversation):
+                accounting.fixed.update(parsed.fixes)
+            sizes = [
+                (len(i.input_ids), int(i.loss_mask.sum()) if isinstance(i, Sample) else 0)
+                for i in fresh
+            ]
+            accounting.keep(fresh[0].domain, sizes)
+            items.extend(fresh)
+            if config.limit is not None and accounting.kept >= config.limit:
+                break
+    log.info("%s", accounting.summary())
+    accounting.check(config.min_yield, config.sources)
+    return items, accounting
+
+
+def _with_unique_ids(items: list[Item], seen: set[str], deduplicate: bool) -> list[Item]:
+    """Drop, or give another id to, content that was seen before."""
+    first = items[0].id
+    if first in seen and deduplicate:
+        raise Unusable("duplicate", first)
+    copy = 0
+    while (f"{first}-d{copy}" if copy else first) in seen:
+        copy += 1
+    seen.add(f"{first}-d{copy}" if copy else first)
+    return [replace(item, id=f"{item.id}-d{copy}") for item in items] if copy else items
+
+
+def _note_reused_id(
+    given: object, id: str, given_ids: dict[str, str], accounting: Accounting
+) -> None:
+    """Count rows whose own id names other content too; ours are content hashes, so none is lost."""
+    if given is not None and given_ids.setdefault(repr(given), id) != id:
+        if not accounting.fixed["reused_id"]:
+            log.warning(
+                "id %r names different conversations; content hashes are used instead", given
+            )
+        accounting.fixed["reused_id"] += 1
+
+
+def _prompt(row: Conversation | TokenRow, renderer: Renderer, config: CorpusConfig) -> Prompt:
+    if isinstance(row, TokenRow):
+        _check_range(row, renderer)
+        mask = row.loss_mask
+        end = int(mask.argmax()) if mask is not None and mask.any() else len(row.input_ids)
+        ids, id, messages_json = row.input_ids[:end], row.id, "null"
+    else:
+        conversation = cut_for_answer(row, config.history)
+        id, messages_json = conversation.id, conversation.to_json()
+        ids = np.array(renderer.prompt_ids(conversation.messages, conversation.tools))
+    if not 0 < len(ids) < config.max_len:
+        raise Unusable("prompt_too_long", f"{len(ids)} tokens leave no room in {config.max_len}")
+    return Prompt(id, row.domain, ids.astype(np.int32), messages_json)
+
+
+def _samples(
+    row: Conversation | TokenRow, renderer: Renderer, config: CorpusConfig, accounting: Accounting
+) -> list[Sample]:
+    if isinstance(row, TokenRow):
+        _check_range(row, renderer)
+        if row.loss_mask is None:
+            raise Unusable("no_loss_mask", "input_ids without loss_mask")
+        rows = [(row.input_ids.tolist(), row.loss_mask.tolist())]
+    else:
+        rows = renderer.answered_rows(row, config.supervise_inserted_think)
+    samples = []
+    for turn, (ids, mask) in enumerate(rows):
+        id = f"{row.id}-t{turn}" if len(rows) > 1 else row.id
+        kept = np.array(mask[: config.max_len], dtype=np.bool_)
+        # A draft step needs two supervised tokens in a row: one to start from, one to predict.
+        if (kept[1:] & kept[:-1]).any():
+            cut_ids = np.array(ids[: config.max_len], dtype=np.int32)
+            samples.append(Sample(id, row.domain, cut_ids, kept))
+    if not samples:
+        raise Unusable("nothing_supervised", f"no answer within max_len={config.max_len}")
+    if any(len(ids) > config.max_len for ids, _ in rows):
+        accounting.fixed["truncated"] += 1
+    if len(rows) > 1:
+        accounting.fixed["one_row_per_turn"] += 1
+    return samples
+
+
+def _check_range(row: TokenRow, renderer: Renderer) -> None:
+    if int(row.input_ids.max()) >= renderer.vocab_size:
+        highest = int(row.input_ids.max())
+        raise Unusable("id_out_of_range", f"id {highest}, vocabulary {renderer.vocab_size}")

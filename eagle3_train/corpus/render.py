@@ -1,0 +1,322 @@
+"""Chat template -> token ids and loss mask.
+
+Prompts are encoded as the engine would (`add_special_tokens=False`: the template owns BOS). Answers
+that came with the data are masked by the append-only rule: rendering the turns before an answer plus
+the generation prompt must give a prefix of rendering the answer too, in text and in tokens; the rest,
+up to the stop token, is supervised. Anything else fails closed. Special-token strings inside message
+text are text: a mark breaks them before the template runs, and a clone of the tokenizer in which
+control tokens have private names encodes the result with the marks removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from eagle3_train.corpus.account import CorpusError, Unusable
+from eagle3_train.corpus.conversation import Conversation, Message
+from eagle3_train.records import Generation, Prompt, Sample
+
+MARK = "\ue0f1"
+ALIAS = "\ue0f2{}\ue0f3"
+# What a target writes inside its own answer: never escaped there, always in the draft vocabulary.
+STRUCTURE = re.compile(r"think|tool", re.IGNORECASE)
+UNUSED = re.compile(r"reserved|unused", re.IGNORECASE)
+INSERTED_THINK = re.compile(r"\s*<think>\s*</think>\s*")
+THINK_BLOCK = re.compile(r"(?:<think>)?(.*?)</think>", re.DOTALL)
+# A template is a user's program: whatever it raises concerns one row.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
+Tokens = tuple[list[int], list[bool]]
+"""Token ids and, for each, whether the target produced it."""
+
+
+class Renderer:
+    """The target's tokenizer and chat template.
+
+    stop_ids: tokens that end an answer (generation_config.json and the tokenizer's EOS).
+    fingerprint: hash of tokenizer, template and template arguments.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        stop_ids: frozenset[int],
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        if not tokenizer.chat_template:
+            raise CorpusError("the tokenizer has no chat template; add chat_template.jinja to it")
+        self.tokenizer = tokenizer
+        self.tokenizer.model_max_length = int(1e12)  # silences a warning: max_len is ours to apply
+        self.template_kwargs = template_kwargs or {}
+        self.stop_ids = stop_ids
+        self.vocab_size = len(tokenizer)
+        added: dict[int, Any] = tokenizer.added_tokens_decoder
+        self._special = {str(t): id for id, t in added.items() if t.special and len(str(t)) > 1}
+        self._control_ids = frozenset(self._special.values())
+        longest_first = sorted(self._special, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self.always_drafted = frozenset(
+            id
+            for id, token in added.items()
+            if (token.special or STRUCTURE.search(str(token))) and not UNUSED.search(str(token))
+        ) | frozenset(stop_ids)
+        self._text_backend: Tokenizer | None = None
+        self.fingerprint = self._fingerprint()
+
+    @classmethod
+    def load(
+        cls, directory: str, trust_remote_code: bool, template_kwargs: dict[str, Any] | None = None
+    ) -> Renderer:
+        """Read the tokenizer in `directory`; its Python files run only with trust_remote_code."""
+        if not Path(directory).is_dir():
+            raise CorpusError(f"no tokenizer directory {directory}; see target.tokenizer")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(
+                directory, trust_remote_code=trust_remote_code, local_files_only=True
+            )
+        except (OSError, ValueError) as error:
+            raise CorpusError(f"no usable tokenizer in {directory}: {error}") from error
+        stop_ids = {tokenizer.eos_token_id} - {None}
+        generation = Path(directory) / "generation_config.json"
+        if generation.is_file():
+            declared = json.loads(generation.read_text()).get("eos_token_id")
+            stop_ids.update(declared if isinstance(declared, list) else {declared} - {None})
+        if not stop_ids:
+            raise CorpusError(
+                f"{directory} names no EOS token in tokenizer or generation_config.json"
+            )
+        return cls(tokenizer, frozenset(stop_ids), template_kwargs)
+
+    def prompt_ids(
+        self, messages: Sequence[Message], tools: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Token ids up to and including the assistant header. Raises Unusable."""
+        messages, tools = self._escaped(messages, tools)
+        ids = self._encode(self._render(messages, tools, generation_prompt=True))
+        self._check_start(ids)
+        return ids
+
+    def answered_rows(self, conversation: Conversation, supervise_inserted: bool) -> list[Tokens]:
+        """One row with every answer supervised if the template only ever appends, else one per answer.
+
+        Raises Unusable when any answer cannot be located exactly.
+        """
+        messages, tools = self._escaped(conversation.messages, conversation.tools)
+        spans: list[
+            tuple[str, str, bool]
+        ] = []  # text before the answer, text with it, inserted think
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or _is_empty(message):
+                continue
+            before = self._render(messages[:index], tools, generation_prompt=True)
+            after = self._render(messages[: index + 1], tools, generation_prompt=False)
+            if not after.startswith(before):
+                raise Unusable(
+                    "not_append_only", f"the template rewrites the prompt of turn {index}"
+                )
+            _check_complete(message, after[len(before) :])
+            spans.append(
+                (before, after, not supervise_inserted and "</think>" not in _said(message))
+            )
+        if not spans:
+            raise Unusable("nothing_supervised", "no assistant turn with content")
+        full = spans[-1][1]
+        if all(full.startswith(after) for _, after, _ in spans):
+            try:
+                return [self._masked(full, spans, conversation.cut)]
+            except Unusable:
+                if len(spans) == 1:
+                    raise
+        last = len(spans) - 1
+        return [
+            self._masked(span[1], [span], conversation.cut and index == last)
+            for index, span in enumerate(spans)
+        ]
+
+    def _masked(self, full: str, spans: list[tuple[str, str, bool]], cut: bool) -> Tokens:
+        """Ids of `full` and the mask of the answers in `spans`; `cut` ends the row before its stop."""
+        ids = self._encode(full)
+        self._check_start(ids)
+        mask = [False] * len(ids)
+        for before, after, skip_inserted in spans:
+            inserted = INSERTED_THINK.match(after, len(before)) if skip_inserted else None
+            if inserted and "<think>" in inserted.group():
+                before = self._text_before(ids, after, inserted.end())
+            start, end = self._boundary(ids, before), self._boundary(ids, after)
+            stop = self._end_of_answer(ids, start, end)
+            mask[start:stop] = [True] * (stop - start)
+        if cut:
+            end = stop - 1 if ids[stop - 1] in self.stop_ids else stop
+            ids, mask = ids[:end], mask[:end]
+        return ids, mask
+
+    def _text_before(self, ids: list[int], text: str, end: int) -> str:
+        """`text[:end]`, without its trailing white space if that is where tokens meet."""
+        prefix = text[:end]
+        encoded = self._encode(prefix)
+        return prefix if ids[: len(encoded)] == encoded else prefix.rstrip()
+
+    def _boundary(self, ids: list[int], prefix: str) -> int:
+        """Number of tokens of `prefix`, which must be the first ones of `ids`."""
+        encoded = self._encode(prefix)
+        if ids[: len(encoded)] != encoded:
+            raise Unusable("token_boundary", "tokens merge across the start or end of an answer")
+        return len(encoded)
+
+    def _end_of_answer(self, ids: list[int], start: int, end: int) -> int:
+        """One past the last token the target produced for the answer rendered in ids[start:end].
+
+        That is the stop token, also when the next turn's header serves as one. Without any, the
+        white space a template adds after a last control token is not the target's.
+        """
+        for position in range(start, min(end + 1, len(ids))):
+            if ids[position] in self.stop_ids:
+                return position + 1
+        for position in range(end - 1, start, -1):
+            if ids[position] in self._control_ids:
+                return position + 1
+            if str(self.tokenizer.decode([ids[position]])).strip():
+                break
+        return end
+
+    def _render(self, messages: Sequence[Message], tools: Any, *, generation_prompt: bool) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    tools=tools,
+                    tokenize=False,
+                    add_generation_prompt=generation_prompt,
+                    **self.template_kwargs,
+                )
+            )
+        except TEMPLATE_ERRORS as error:
+            raise Unusable("template", f"{type(error).__name__}: {error}") from error
+
+    def _check_start(self, ids: list[int]) -> None:
+        bos = self.tokenizer.bos_token_id
+        if bos is not None and ids[:2] == [bos, bos]:
+            raise Unusable("doubled_bos", "the prompt starts with two BOS tokens")
+
+    def _escaped(self, messages: Sequence[Message], tools: Any) -> tuple[list[Message], Any]:
+        """Messages and tools in which special-token strings are broken by MARK."""
+        return [self._escape(m, m["role"] == "assistant") for m in messages], self._escape(
+            tools, False
+        )
+
+    def _escape(self, value: Any, by_target: bool) -> Any:
+        if isinstance(value, str):
+
+            def broken(match: re.Match[str]) -> str:
+                token = match.group()
+                if by_target and STRUCTURE.search(token):
+                    return token
+                return f"{token[0]}{MARK}{token[1:]}"
+
+            if MARK in value:
+                raise Unusable("private_use_text", "text holds U+E0F1, our own mark")
+            return self._pattern.sub(broken, value)
+        if isinstance(value, list):
+            return [self._escape(item, by_target) for item in value]
+        if isinstance(value, dict):
+            return {key: self._escape(item, by_target) for key, item in value.items()}
+        return value
+
+    def _encode(self, text: str) -> list[int]:
+        if MARK not in text:
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        if self._text_backend is None:
+            self._text_backend = self._renamed_backend()
+        renamed = self._pattern.sub(lambda m: ALIAS.format(self._special[m.group()]), text)
+        encoding = self._text_backend.encode(renamed.replace(MARK, ""), add_special_tokens=False)
+        return list(encoding.ids)
+
+    def _renamed_backend(self) -> Tokenizer:
+        """The same tokenizer, but its special tokens answer to ALIAS names only."""
+        if not self.tokenizer.is_fast:
+            raise Unusable("special_text", "this tokenizer cannot encode special tokens as text")
+        state = json.loads(self.tokenizer.backend_tokenizer.to_str())
+        names = {token: ALIAS.format(id) for token, id in self._special.items()}
+        for token in state["added_tokens"]:
+            token["content"] = names.get(token["content"], token["content"])
+        model = state["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(t, t): id for t, id in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(t, t), score] for t, score in model["vocab"]]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        state["post_processor"] = None
+        clone = Tokenizer.from_str(json.dumps(state))
+        moved = [t for t, id in self._special.items() if clone.token_to_id(names[t]) != id]
+        assert not moved, f"renaming changed the ids of {moved[:5]}"
+        return clone
+
+    def _fingerprint(self) -> str:
+        tokenizer = self.tokenizer
+        fast = tokenizer.is_fast
+        vocabulary = (
+            tokenizer.backend_tokenizer.to_str() if fast else sorted(tokenizer.get_vocab().items())
+        )
+        facts = [vocabulary, tokenizer.chat_template, sorted(self.stop_ids), self.template_kwargs]
+        text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def rollout_sample(prompt: Prompt, generation: Generation, max_len: int) -> Sample:
+    """The target's own answer as a sample: the mask is the engine's generation boundary.
+
+    Raises ValueError when the engine saw other prompt ids than we sent (a doubled BOS, say), Unusable
+    when max_len or an empty answer leaves nothing to supervise.
+    """
+    sent = prompt.input_ids.tolist()
+    if list(generation.prompt_ids) != sent:
+        raise ValueError(
+            f"the engine's prompt ids of {prompt.id} differ from ours: {len(generation.prompt_ids)} "
+            f"against {len(sent)}, starting {generation.prompt_ids[:3]} against {sent[:3]}"
+        )
+    ids = np.array([*sent, *generation.output_ids], dtype=np.int32)[:max_len]
+    mask = np.arange(len(ids)) >= len(sent)
+    if mask.sum() < 2:
+        raise Unusable("nothing_supervised", f"{int(mask.sum())} tokens of answer within max_len")
+    truncated = len(sent) + len(generation.output_ids) > max_len
+    return Sample(
+        prompt.id, prompt.domain, ids, mask, "length" if truncated else generation.finish_reason
+    )
+
+
+def _said(message: Message) -> str:
+    """All the target wrote in one turn, tool calls aside."""
+    return f"{message.get('reasoning_content', '')}{message['content']}"
+
+
+def _is_empty(message: Message) -> bool:
+    return not _said(message).strip() and not message.get("tool_calls")
+
+
+def _check_complete(message: Message, answer: str) -> None:
+    """Refuse an answer that the template rendered only in part."""
+    content = message["content"]
+    pieces = [message.get("reasoning_content", ""), *THINK_BLOCK.findall(content)]
+    pieces.append(content.rpartition("</think>")[2])
+    pieces += [call["function"]["name"] for call in message.get("tool_calls", [])]
+    for piece in pieces:
+        if piece.strip() not in answer:
+            raise Unusable("answer_not_rendered", f"the template drops {piece.strip()!r:.80}")

@@ -1,0 +1,127 @@
+"""The draft vocabulary: which target tokens the drafter may propose, and how much text they cover."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+import safetensors.numpy
+
+from eagle3_train.records import Sample
+from eagle3_train.rundir import write_atomic
+
+
+@dataclass(frozen=True, slots=True)
+class DraftVocab:
+    """d2t: int64 [draft_vocab] OFFSETS, target id = draft id + d2t[draft id]. t2d: bool [vocab] mask.
+
+    coverage: domain -> share of its supervised tokens that the drafter can propose. hash: ties the
+    choice to the tokenizer (`tokenizer`, a Renderer fingerprint), the counts and both sizes.
+    """
+
+    d2t: npt.NDArray[np.int64]
+    t2d: npt.NDArray[np.bool_]
+    coverage: dict[str, float]
+    tokenizer: str
+    hash: str
+
+    def __post_init__(self) -> None:
+        targets = self.target_ids
+        if len(targets) == 0 or targets.min() < 0 or targets.max() >= len(self.t2d):
+            raise ValueError(
+                f"d2t maps outside the target vocabulary of {len(self.t2d)}; build it again"
+            )
+        if (np.diff(targets) <= 0).any():
+            raise ValueError(
+                "d2t is not strictly increasing: two draft tokens share a target; build it again"
+            )
+        if self.t2d.sum() != len(targets) or not self.t2d[targets].all():
+            raise ValueError("t2d does not mark exactly the tokens of d2t; build it again")
+
+    @property
+    def target_ids(self) -> npt.NDArray[np.int64]:
+        """Target token of each draft token, int64 [draft_vocab], increasing."""
+        return self.d2t + np.arange(len(self.d2t))
+
+    @staticmethod
+    def build(
+        samples: Iterable[Sample],
+        size: int,
+        vocab_size: int,
+        always: Iterable[int],
+        tokenizer: str,
+    ) -> DraftVocab:
+        """Keep the `size` tokens supervised most often, and all of `always` (Renderer.always_drafted).
+
+        vocab_size: rows of the target's head. Ties and unseen tokens are taken by lowest id. Raises
+        ValueError when the sizes cannot be met or nothing is supervised.
+        """
+        counts = count_supervised(samples, vocab_size)
+        total = sum(counts.values(), np.zeros(vocab_size, dtype=np.int64))
+        forced = np.array(sorted(set(always)), dtype=np.int64)
+        if not total.any():
+            raise ValueError("no supervised token in the samples: nothing to count")
+        if not len(forced) <= size <= vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={size} must hold the {len(forced)} special tokens and not exceed "
+                f"the target's {vocab_size}"
+            )
+        rank = total.copy()
+        rank[forced] = np.iinfo(np.int64).max
+        chosen = np.sort(np.argsort(-rank, kind="stable")[:size])
+        t2d = np.zeros(vocab_size, dtype=np.bool_)
+        t2d[chosen] = True
+        coverage = {
+            name: float(c[chosen].sum() / c.sum()) for name, c in sorted(counts.items()) if c.any()
+        }
+        coverage["all"] = float(total[chosen].sum() / total.sum())
+        facts = hashlib.sha256(f"{tokenizer} {size} {vocab_size} ".encode())
+        facts.update(total.tobytes())
+        facts.update(chosen.tobytes())
+        return DraftVocab(
+            chosen - np.arange(size), t2d, coverage, tokenizer, facts.hexdigest()[:16]
+        )
+
+    def save(self, path: Path) -> None:
+        """Write safetensors: d2t, t2d, and the rest as metadata."""
+        metadata = {
+            "coverage": json.dumps(self.coverage),
+            "tokenizer": self.tokenizer,
+            "hash": self.hash,
+        }
+        write_atomic(path, safetensors.numpy.save({"d2t": self.d2t, "t2d": self.t2d}, metadata))
+
+    @staticmethod
+    def load(path: Path, tokenizer: str) -> DraftVocab:
+        """Read and validate. Raises ValueError when it is invalid or was built for another tokenizer."""
+        try:
+            with safetensors.safe_open(path, framework="numpy") as file:
+                metadata = file.metadata() or {}
+                d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
+        except safetensors.SafetensorError as error:
+            raise ValueError(
+                f"{path} is not a draft vocabulary: {error}; delete it and build again"
+            ) from error
+        if metadata["tokenizer"] != tokenizer:
+            raise ValueError(
+                f"{path} was built for tokenizer and template {metadata['tokenizer']}, not {tokenizer}; "
+                "delete it and build again"
+            )
+        return DraftVocab(d2t, t2d, json.loads(metadata["coverage"]), tokenizer, metadata["hash"])
+
+
+def count_supervised(
+    samples: Iterable[Sample], vocab_size: int
+) -> dict[str, npt.NDArray[np.int64]]:
+    """Domain -> how often each target token is supervised, int64 [vocab]."""
+    counts: dict[str, npt.NDArray[np.int64]] = {}
+    for sample in samples:
+        domain = counts.setdefault(sample.domain, np.zeros(vocab_size, dtype=np.int64))
+        np.add.at(domain, sample.input_ids[sample.loss_mask], 1)
+    return counts
