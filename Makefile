@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 TARGET := models/smollm2-135m-instruct/config.json
 
-.PHONY: demo test test-unit check style install target clean
+.PHONY: demo test test-unit check style install target docs clean
 
 demo: $(TARGET)
 	$(PY) ray_jobs/pipeline.py -c configs/demo.yaml
@@ -40,6 +40,9 @@ $(INSTALLED): requirements/cpu.txt pyproject.toml
 
 $(TARGET): $(INSTALLED) data/demo_target.py
 	$(PY) data/demo_target.py
+
+docs: $(INSTALLED)
+	$(PY) docs/write_config.py
 
 clean:
 	rm -rf runs models $(VENV)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy.typing as npt
 import ray
 import ray.data
 from ray.actor import ActorHandle
+from ray.util.annotations import RayDeprecationWarning
 
 from eagle3_train.records import Pack, PackKey, Sample
 from eagle3_train.stream.plan import Window
@@ -88,17 +90,19 @@ def _dataset(windows: list[Window], packs: list[Pack], link: StreamLink) -> ray.
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     dataset = ray.data.from_items(rows, override_num_blocks=len(rows))
-    return dataset.map_batches(
-        CaptureClient,
-        fn_constructor_kwargs={"coordinator": link.coordinator},
-        batch_size=1,
-        batch_format="numpy",
-        compute=ray.data.ActorPoolStrategy(
-            size=1, max_tasks_in_flight_per_actor=link.lookahead_packs
-        ),
-        num_cpus=0,
-        max_concurrency=link.lookahead_packs,
-    )
+    with warnings.catch_warnings():  # ray 2.60 has no other spelling of max_concurrency yet
+        warnings.simplefilter("ignore", RayDeprecationWarning)
+        return dataset.map_batches(
+            CaptureClient,
+            fn_constructor_kwargs={"coordinator": link.coordinator},
+            batch_size=1,
+            batch_format="numpy",
+            compute=ray.data.ActorPoolStrategy(
+                size=1, max_tasks_in_flight_per_actor=link.lookahead_packs
+            ),
+            num_cpus=0,
+            max_concurrency=link.lookahead_packs,
+        )
 
 
 class CaptureClient:
