@@ -1,0 +1,125 @@
+"""What evaluation computes from counts and token ids: ratios, intervals, loops, the best k. Pure numpy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+LOOP_MIN_TOKENS = 32
+LOOP_BIGRAMS = 0.5  # of an ordinary 128-token answer, about 0.9 of the bigrams are distinct
+DRAWS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One measured request: what came back, and vLLM's counters for it alone (None when others ran beside it)."""
+
+    id: str
+    prompt_tokens: int
+    output_ids: tuple[int, ...]
+    num_drafts: int | None = None
+    num_accepted: int | None = None
+
+
+def distinct_bigrams(answers: Sequence[Sequence[int]]) -> float | None:
+    """Share of an answer's bigrams that are distinct, over all answers; None without any bigram."""
+    pairs = [list(pairwise(answer)) for answer in answers]
+    total = sum(map(len, pairs))
+    return sum(len(set(pair)) for pair in pairs) / total if total else None
+
+
+def looping(answers: Sequence[Sequence[int]]) -> float:
+    """Share of the answers that run in a loop: at least 32 tokens, fewer than half their bigrams distinct."""
+    loops = [
+        len(answer) >= LOOP_MIN_TOKENS and (distinct_bigrams([answer]) or 0.0) < LOOP_BIGRAMS
+        for answer in answers
+    ]
+    return sum(loops) / max(len(loops), 1)
+
+
+def conditional(per_position: Sequence[float]) -> list[float]:
+    """Acceptance at position k given that every earlier position was accepted."""
+    before = [1.0, *per_position[:-1]]
+    return [now / then if then else 0.0 for now, then in zip(per_position, before, strict=True)]
+
+
+def acceptance_interval(answers: Sequence[Answer], seed: int = 0) -> list[float] | None:
+    """95 % bootstrap interval over prompts of 1 + accepted / drafts; None without per-request counters."""
+    counts = _counts(answers)
+    if counts is None:
+        return None
+    lengths = _resampled(counts, _draws(len(counts), seed))
+    return [float(edge) for edge in np.quantile(lengths, (0.025, 0.975))]
+
+
+def paired_difference(
+    ours: Sequence[Answer], theirs: Sequence[Answer], seed: int = 0
+) -> list[float] | None:
+    """95 % interval of our acceptance length minus theirs on the same prompts, resampled together."""
+    assert [a.id for a in ours] == [a.id for a in theirs]
+    left, right = _counts(ours), _counts(theirs)
+    if left is None or right is None:
+        return None
+    draws = _draws(len(left), seed)
+    edges = np.quantile(_resampled(left, draws) - _resampled(right, draws), (0.025, 0.975))
+    return [float(edge) for edge in edges]
+
+
+def length_buckets(answers: Sequence[Answer]) -> dict[str, float] | None:
+    """Acceptance length by context length (prompt + answer, powers of two from 256); None without counters."""
+    if _counts(answers) is None:
+        return None
+    groups: dict[int, list[Answer]] = {}
+    for answer in answers:
+        tokens = answer.prompt_tokens + len(answer.output_ids)
+        groups.setdefault(max(256, 1 << (tokens - 1).bit_length()), []).append(answer)
+    found = {}
+    for bound, group in sorted(groups.items()):
+        counts = _counts(group)
+        if counts is not None:
+            found[f"<= {bound}"] = float(1 + counts[:, 0].sum() / counts[:, 1].sum())
+    return found
+
+
+def best_k(
+    expected_by_k: Sequence[float],
+    num_speculative_tokens: int,
+    served: float,
+    speedup: float | None,
+) -> int | None:
+    """The k with the largest predicted speedup; None when a walk or a plain measurement is missing.
+
+    One served point gives the price of a draft token: a round costs acceptance length / speedup plain steps,
+    taken as 1 + c * k. A drafter that looks free (c <= 0) is priced at zero.
+    """
+    if not expected_by_k or not speedup:
+        return None
+    price = max(0.0, (served / speedup - 1.0) / num_speculative_tokens)
+    predicted = [length / (1.0 + price * k) for k, length in enumerate(expected_by_k, start=1)]
+    return int(np.argmax(predicted)) + 1
+
+
+def _counts(answers: Sequence[Answer]) -> npt.NDArray[np.int64] | None:
+    """int64 [answers, 2]: accepted, drafts; None when any answer lacks them or nothing was drafted."""
+    pairs = [(a.num_accepted, a.num_drafts) for a in answers]
+    if not pairs or any(accepted is None or drafts is None for accepted, drafts in pairs):
+        return None
+    counts = np.array(pairs, dtype=np.int64)
+    return counts if counts[:, 1].sum() else None
+
+
+def _draws(size: int, seed: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(size, size=(DRAWS, size))
+
+
+def _resampled(
+    counts: npt.NDArray[np.int64], draws: npt.NDArray[np.int64]
+) -> npt.NDArray[np.float64]:
+    """Acceptance length of each resampling of the prompts."""
+    accepted, drafts = counts[draws].sum(axis=1).T
+    lengths: npt.NDArray[np.float64] = 1.0 + accepted / np.maximum(drafts, 1)
+    return lengths

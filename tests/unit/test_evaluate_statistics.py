@@ -1,0 +1,83 @@
+"""Ratios, intervals and alarms of evaluation, checked against hand counts and simulation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from eagle3_train.stages.evaluate_statistics import (
+    Answer,
+    acceptance_interval,
+    best_k,
+    conditional,
+    distinct_bigrams,
+    length_buckets,
+    looping,
+    paired_difference,
+)
+
+
+def answers(accepted: list[int], drafts: list[int], tokens: int = 40) -> list[Answer]:
+    return [
+        Answer(str(i), 10, tuple(range(tokens)), d, a)
+        for i, (a, d) in enumerate(zip(accepted, drafts, strict=True))
+    ]
+
+
+def test_bigrams_are_counted_within_answers_not_across_them() -> None:
+    assert distinct_bigrams([[1, 2, 1, 2], [1, 2]]) == pytest.approx(3 / 4)
+    assert distinct_bigrams([[7], []]) is None
+
+
+def test_a_loop_is_long_and_repetitive() -> None:
+    assert looping([[1, 2] * 20, list(range(40)), [1, 1, 1]]) == pytest.approx(1 / 3)
+
+
+def test_conditional_acceptance_multiplies_back_to_the_unconditional_one() -> None:
+    per_position = [0.6, 0.3, 0.12]
+    assert np.cumprod(conditional(per_position)) == pytest.approx(per_position)
+    assert conditional([0.5, 0.0, 0.0]) == [0.5, 0.0, 0.0]
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_claims() -> None:
+    rng = np.random.default_rng(0)
+    truth = 1 + 3 * 0.4
+    covered = 0
+    for trial in range(100):
+        accepted = rng.binomial(3 * 20, 0.4, size=40)
+        interval = acceptance_interval(answers(accepted.tolist(), [20] * 40), seed=trial)
+        assert interval is not None
+        covered += interval[0] <= truth <= interval[1]
+    assert 86 <= covered <= 100
+
+
+def test_an_interval_needs_counters_of_every_request() -> None:
+    some = [*answers([3], [4]), Answer("x", 10, (1, 2))]
+    assert acceptance_interval(some) is None
+    assert length_buckets(some) is None
+    assert paired_difference(some, some) is None
+
+
+def test_a_paired_difference_sees_what_two_separate_intervals_cannot() -> None:
+    rng = np.random.default_rng(1)
+    hard = rng.integers(0, 50, size=30)  # prompts differ a lot, drafters by a little on each
+    ours, theirs = answers((hard + 2).tolist(), [20] * 30), answers(hard.tolist(), [20] * 30)
+    difference = paired_difference(ours, theirs)
+    assert difference == pytest.approx([0.1, 0.1])
+    left, right = acceptance_interval(ours), acceptance_interval(theirs)
+    assert left is not None
+    assert right is not None
+    assert left[0] < right[1]
+
+
+def test_acceptance_is_reported_by_context_length() -> None:
+    short, long = answers([10], [10])[0], Answer("long", 400, tuple(range(112)), 20, 5)
+    assert length_buckets([short, long]) == {"<= 256": 2.0, "<= 512": 1.25}
+
+
+def test_the_best_k_weighs_longer_drafts_against_their_measured_price() -> None:
+    expected = [1.6, 1.9, 2.05, 2.1]
+    assert best_k(expected, 3, served=2.05, speedup=2.05) == 4  # free drafts: the longer the better
+    assert best_k(expected, 3, served=2.05, speedup=1.0) == 1  # dear drafts: hardly any
+    assert best_k(expected, 3, served=2.05, speedup=None) is None
+    assert best_k([], 3, served=2.05, speedup=1.5) is None

@@ -1,0 +1,445 @@
+"""A written checkpoint reads back; every way to spoil one is refused by name; other projects' layouts are understood."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle3_train.drafter.checkpoint import read_checkpoint, validate_checkpoint, write_checkpoint
+from eagle3_train.drafter.checkpoint_format import (
+    ExportError,
+    ServedTarget,
+    expected_tensors,
+    membership,
+    sglang_layer_ids,
+)
+from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+
+Tensors = dict[str, torch.Tensor]
+Json = dict[str, Any]
+
+YARN = RopeSpec(
+    "yarn", 50_000.0, 64.0, 4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0, interleaved=True
+)
+LLAMA3 = RopeSpec("llama3", 500_000.0, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA_SPEC = DrafterSpec(
+    hidden_size=16,
+    intermediate_size=24,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    vocab_size=64,
+    draft_vocab_size=32,
+    max_position_embeddings=512,
+    rope=LLAMA3,
+)
+MLA_SPEC = DrafterSpec(
+    hidden_size=16,
+    intermediate_size=24,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=12,
+    vocab_size=64,
+    draft_vocab_size=32,
+    max_position_embeddings=512,
+    attention="mla",
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=8,
+    rope=YARN,
+)
+TARGET = ServedTarget(
+    vocab_size=64, hidden_size=16, num_layers=8, serving_len=512, required_tokens=(0, 2)
+)
+BOUNDARIES = (2, 4, 5)
+D2T = torch.arange(0, 64, 2) - torch.arange(32)
+
+
+def weights(spec: DrafterSpec) -> Tensors:
+    generator = torch.Generator().manual_seed(0)
+    return {n: torch.randn(s, generator=generator) for n, s in expected_tensors(spec).items()}
+
+
+def write(directory: Path, spec: DrafterSpec = LLAMA_SPEC, **options: Any) -> Path:
+    d2t = None if spec.full_vocab else D2T
+    write_checkpoint(directory, spec, weights(spec), d2t, BOUNDARIES, TARGET, "float32", **options)
+    return directory
+
+
+VARIANTS = [
+    LLAMA_SPEC,
+    MLA_SPEC,
+    replace(LLAMA_SPEC, draft_vocab_size=64),
+    replace(MLA_SPEC, q_lora_rank=None),
+    replace(LLAMA_SPEC, num_layers=2, fc_norm=True, norm_before_fc=True, norm_output=True),
+]
+
+
+@pytest.mark.parametrize(
+    "spec", VARIANTS, ids=["llama", "mla", "full-vocab", "mla-full-q", "eagle-3.1"]
+)
+def test_what_is_written_validates_and_reads_back_equal(tmp_path: Path, spec: DrafterSpec) -> None:
+    directory = write(tmp_path / "drafter", spec)
+    validate_checkpoint(directory, TARGET, spec)
+    found, tensors, d2t, boundaries = read_checkpoint(directory)
+    assert found == spec
+    assert boundaries == BOUNDARIES
+    assert (d2t is None) if spec.full_vocab else torch.equal(d2t, D2T)  # type: ignore[arg-type]
+    for name, tensor in weights(spec).items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+def test_many_shards_hold_the_same_weights_as_one(tmp_path: Path) -> None:
+    one, many = write(tmp_path / "one"), write(tmp_path / "many", max_shard_bytes=3000)
+    files = list(many.glob("*.safetensors"))
+    index = json.loads((many / "model.safetensors.index.json").read_text())
+    assert len(files) > 2
+    assert {f.name for f in files} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for t in load_file(one / "model.safetensors").values()
+    )
+    validate_checkpoint(many, TARGET)
+    left, right = read_checkpoint(one)[1], read_checkpoint(many)[1]
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_a_newer_export_replaces_an_older_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    write(tmp_path / "drafter", max_shard_bytes=3000)
+    write(tmp_path / "drafter")
+    assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
+    assert sorted(p.name for p in (tmp_path / "drafter").iterdir()) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
+def test_an_export_that_fails_midway_keeps_the_older_one(tmp_path: Path) -> None:
+    write(tmp_path / "drafter")
+    with pytest.raises(ExportError):
+        write_checkpoint(
+            tmp_path / "drafter",
+            LLAMA_SPEC,
+            weights(LLAMA_SPEC),
+            D2T,
+            (1, 4, 5),
+            replace(TARGET, sglang_ids="deepseek"),
+        )
+    validate_checkpoint(tmp_path / "drafter", TARGET, LLAMA_SPEC)
+
+
+def edit_config(change: Callable[[Json], Any]) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        config = json.loads((directory / "config.json").read_text())
+        change(config)
+        (directory / "config.json").write_text(json.dumps(config))
+
+    return spoil
+
+
+def edit_tensors(change: Callable[[Tensors], Any]) -> Callable[[Path], None]:
+    def spoil(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        change(tensors)
+        save_file(tensors, directory / "model.safetensors")
+
+    return spoil
+
+
+def unsorted(tensors: Tensors) -> None:
+    tensors["d2t"][[3, 4]] = tensors["d2t"][[4, 3]] + torch.tensor([1, -1])
+
+
+def truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+CORRUPTIONS: list[tuple[str, Callable[[Path], None], str]] = [
+    ("missing d2t", edit_tensors(lambda t: t.pop("d2t")), "missing tensor d2t"),
+    ("missing t2d", edit_tensors(lambda t: t.pop("t2d")), "missing tensor t2d"),
+    ("zero d2t", edit_tensors(lambda t: t["d2t"].zero_()), "d2t is all zeros"),
+    ("unsorted d2t", edit_tensors(unsorted), "d2t is unsorted"),
+    (
+        "d2t past the vocabulary",
+        edit_tensors(lambda t: t["d2t"].__setitem__(-1, 60)),
+        "leaves the target voc",
+    ),
+    ("d2t of int32", edit_tensors(lambda t: t.update(d2t=t["d2t"].int())), "d2t is torch.int32"),
+    (
+        "stale t2d",
+        edit_tensors(lambda t: t["t2d"].__setitem__(0, False)),
+        "t2d is not the bool mask",
+    ),
+    ("no EOS", edit_tensors(lambda t: drop_eos(t)), r"lacks special tokens \[2\]"),
+    ("missing tensor", edit_tensors(lambda t: t.pop("norm.weight")), "missing tensor norm.weight"),
+    (
+        "extra tensor",
+        edit_tensors(lambda t: t.update(surplus=torch.ones(1))),
+        "extra tensor surplus",
+    ),
+    (
+        "embedding",
+        edit_tensors(lambda t: t.update({"embed_tokens.weight": torch.ones(1)})),
+        "extra tensor embed",
+    ),
+    (
+        "bf16 tensor",
+        edit_tensors(lambda t: t.update({"fc.weight": t["fc.weight"].bfloat16()})),
+        "bfloat16, config",
+    ),
+    (
+        "not finite",
+        edit_tensors(lambda t: t["fc.weight"].__setitem__((0, 0), float("nan"))),
+        "fc.weight holds",
+    ),
+    ("truncated file", truncate, "not a readable safetensors file"),
+    ("no weights", lambda d: (d / "model.safetensors").unlink(), "holds no weights"),
+    ("no config", lambda d: (d / "config.json").unlink(), "holds no config.json"),
+    ("torn config", lambda d: (d / "config.json").write_text("{"), "is not JSON"),
+    (
+        "vocab_size",
+        edit_config(lambda c: c.update(vocab_size=32)),
+        "vocab_size is 32, the target's is 64",
+    ),
+    ("hidden_size", edit_config(lambda c: c.update(hidden_size=8)), "hidden_size is 8"),
+    (
+        "max_position",
+        edit_config(lambda c: c.update(max_position_embeddings=256)),
+        "max_position_embeddings 256",
+    ),
+    (
+        "new RoPE",
+        edit_config(lambda c: c.pop("rope_parameters")),
+        r"RoPE schema is missing \(rope_parameters",
+    ),
+    (
+        "old RoPE",
+        edit_config(lambda c: c.pop("rope_scaling")),
+        r"RoPE schema is missing \(rope_scaling",
+    ),
+    (
+        "old theta",
+        edit_config(lambda c: c.pop("rope_theta")),
+        r"RoPE schema is missing \(rope_theta",
+    ),
+    ("RoPE schemas", edit_config(lambda c: c.update(rope_theta=1e4)), "rope_scaling disagree"),
+    (
+        "aux count",
+        edit_config(lambda c: c.update(num_aux_hidden_states=4)),
+        "num_aux_hidden_states is 4",
+    ),
+    (
+        "no aux count",
+        edit_config(lambda c: c.pop("num_aux_hidden_states")),
+        "no num_aux_hidden_states",
+    ),
+    (
+        "aux order",
+        edit_config(lambda c: c.update(eagle_aux_hidden_state_layer_ids=[4, 2, 5])),
+        "do not rise",
+    ),
+    (
+        "aux range",
+        edit_config(lambda c: c.update(eagle_aux_hidden_state_layer_ids=[2, 4, 8])),
+        "within 0..7",
+    ),
+    (
+        "SGLang ids",
+        edit_config(lambda c: c.update(eagle_config={NESTED: [2, 4, 5]})),
+        "SGLang",
+    ),
+    (
+        "residual",
+        edit_config(lambda c: c.update(norm_before_residual=True)),
+        "norm_before_residual must be false",
+    ),
+    (
+        "no residual",
+        edit_config(lambda c: c.pop("norm_before_residual")),
+        "no norm_before_residual",
+    ),
+    (
+        "norm_output",
+        edit_config(lambda c: c.update(norm_output=True)),
+        "norm_output differ from the drafter",
+    ),
+    ("heads", edit_config(lambda c: c.update(num_key_value_heads=4)), "num_kv_heads differ"),
+    ("class", edit_config(lambda c: c.update(architectures=["LlamaForCausalLM"])), "architectures"),
+]
+NESTED = "eagle_aux_hidden_state_layer_ids"
+
+
+def drop_eos(tensors: Tensors) -> None:
+    ids = torch.arange(32) + tensors["d2t"]
+    ids[1] = 3
+    tensors["d2t"] = ids - torch.arange(32)
+    tensors["t2d"] = membership(tensors["d2t"], 64)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"), [c[1:] for c in CORRUPTIONS], ids=[c[0] for c in CORRUPTIONS]
+)
+def test_a_spoilt_checkpoint_is_refused_by_name(
+    tmp_path: Path, spoil: Callable[[Path], None], fault: str
+) -> None:
+    directory = write(tmp_path / "drafter")
+    spoil(directory)
+    with pytest.raises(ExportError, match=fault):
+        validate_checkpoint(directory, TARGET, LLAMA_SPEC)
+
+
+def test_a_wrong_shape_is_refused_in_bfloat16_too(tmp_path: Path) -> None:
+    write_checkpoint(
+        tmp_path / "d", LLAMA_SPEC, weights(LLAMA_SPEC), D2T, BOUNDARIES, TARGET, "bfloat16"
+    )
+    validate_checkpoint(tmp_path / "d", TARGET, LLAMA_SPEC)
+    edit_tensors(lambda t: t.update({"fc.weight": t["fc.weight"][:, :-1].contiguous()}))(
+        tmp_path / "d"
+    )
+    with pytest.raises(ExportError, match=r"fc.weight has shape \(16, 47\), expected \(16, 48\)"):
+        validate_checkpoint(tmp_path / "d", TARGET, LLAMA_SPEC)
+
+
+def test_an_mla_drafter_that_would_load_as_mtp_is_refused(tmp_path: Path) -> None:
+    directory = write(tmp_path / "drafter", MLA_SPEC)
+    edit_config(lambda c: c.update(model_type="deepseek_v3"))(directory)
+    with pytest.raises(ExportError, match="loaded as MTP"):
+        validate_checkpoint(directory, TARGET)
+
+
+@pytest.mark.parametrize(
+    ("reads", "boundaries", "ids"),
+    [
+        ("output", (2, 30, 58), None),
+        ("deepseek", (2, 30, 58), None),
+        ("output_always", (2, 30, 58), [1, 29, 57]),  # its default would tap one layer too late
+        ("output", (3, 20, 40), [2, 19, 39]),
+        ("boundary", (3, 20, 40), [3, 20, 40]),
+        ("deepseek", (2, 20, 40), [1, 19, 39]),  # a first id of 1 adds 1 to all
+        ("deepseek", (3, 20, 40), [3, 20, 40]),  # any other: as they are
+    ],
+)
+def test_sglang_gets_ids_only_where_its_default_means_something_else(
+    reads: Any, boundaries: tuple[int, ...], ids: list[int] | None
+) -> None:
+    assert sglang_layer_ids(boundaries, replace(TARGET, num_layers=61, sglang_ids=reads)) == ids
+
+
+@pytest.mark.parametrize(
+    ("reads", "boundaries"), [("deepseek", (1, 20, 40)), ("output", (0, 20, 40))]
+)
+def test_boundaries_sglang_cannot_spell_are_refused(
+    reads: Any, boundaries: tuple[int, ...]
+) -> None:
+    with pytest.raises(ExportError, match="cannot be spelt for SGLang"):
+        sglang_layer_ids(boundaries, replace(TARGET, num_layers=61, sglang_ids=reads))
+
+
+def rewrite(directory: Path, rename: Callable[[str], str], config: Callable[[Json], Json]) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    save_file({rename(name): t for name, t in tensors.items()}, directory / "model.safetensors")
+    path = directory / "config.json"
+    path.write_text(json.dumps(config(json.loads(path.read_text()))))
+
+
+def legacy(config: Json) -> Json:
+    gone = (
+        "rope_parameters",
+        "num_aux_hidden_states",
+        "norm_before_residual",
+        NESTED,
+        "norm_output",
+    )
+    kept = {key: value for key, value in config.items() if key not in gone}
+    return kept | {"eagle_config": {NESTED: [1, 3, 4], "use_aux_hidden_state": True}}
+
+
+def speculators(config: Json) -> Json:
+    layer = {
+        k: v for k, v in config.items() if k not in ("draft_vocab_size", NESTED, "architectures")
+    }
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "draft_vocab_size": config["draft_vocab_size"],
+        "norm_before_residual": False,
+        NESTED: config[NESTED],
+        "transformer_layer_config": layer | {"model_type": "llama", "num_hidden_layers": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("rename", "config"),
+    [
+        (lambda n: n.replace("midlayer.", "layers.0."), legacy),
+        (lambda n: n if n in ("d2t", "t2d") else f"draft_model.{n}", legacy),
+        (
+            lambda n: n if n in ("d2t", "t2d") else f"model.{n}".replace("midlayer.", "layers.0."),
+            legacy,
+        ),
+        (lambda n: n.replace("midlayer.", "layers.0."), speculators),
+    ],
+    ids=["layers.0", "draft_model prefix", "model prefix", "speculators"],
+)
+def test_other_projects_layouts_read_as_the_same_drafter(
+    tmp_path: Path, rename: Callable[[str], str], config: Callable[[Json], Json]
+) -> None:
+    directory = write(tmp_path / "drafter")
+    rewrite(directory, rename, config)
+    spec, tensors, d2t, boundaries = read_checkpoint(directory)
+    assert (spec, boundaries) == (LLAMA_SPEC, BOUNDARIES)
+    assert d2t is not None
+    assert torch.equal(d2t, D2T)
+    assert tensors.keys() == weights(LLAMA_SPEC).keys()
+
+
+def test_an_absent_d2t_is_rebuilt_from_t2d_and_a_shared_embedding_is_dropped_aloud(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = write(tmp_path / "drafter")
+    edit_tensors(lambda t: (t.pop("d2t"), t.update({"embed_tokens.weight": torch.ones(64, 16)})))(
+        directory
+    )
+    _, tensors, d2t, _ = read_checkpoint(directory)
+    assert d2t is not None
+    assert torch.equal(d2t, D2T)
+    assert "embed_tokens.weight" not in tensors
+    assert "embedding is ignored" in caplog.text
+
+
+def test_a_pickled_checkpoint_reads_like_a_safetensors_one(tmp_path: Path) -> None:
+    directory = write(tmp_path / "drafter")
+    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+    (directory / "model.safetensors").unlink()
+    assert read_checkpoint(directory)[0] == LLAMA_SPEC
+
+
+@pytest.mark.parametrize(
+    ("spoil", "fault"),
+    [
+        (edit_config(lambda c: c.update(norm_before_residual=True)), "norm_before_residual"),
+        (
+            edit_tensors(lambda t: t.update({"midlayer.self_attn.q_norm.weight": torch.ones(8)})),
+            "q_norm",
+        ),
+        (edit_tensors(lambda t: t.pop("fc.weight")), "not an EAGLE-3 drafter"),
+        (edit_tensors(lambda t: (t.pop("d2t"), t.pop("t2d"))), "without d2t or t2d"),
+    ],
+)
+def test_a_foreign_architecture_is_refused_by_name(
+    tmp_path: Path, spoil: Callable[[Path], None], fault: str
+) -> None:
+    directory = write(tmp_path / "drafter")
+    spoil(directory)
+    with pytest.raises(ExportError, match=fault):
+        read_checkpoint(directory)
