@@ -39,14 +39,13 @@ def read_frozen(path: str | Path, dtype: torch.dtype | None = None) -> FrozenWei
     """
     facts = read_facts(path)
     refuse_nonlinear_head(facts)
-    files = tensor_files(facts.path)
-    vocab, hidden = facts.vocab_size, facts.hidden_size
-    embed = _read(files, _EMBEDDING, "embedding", (vocab, hidden), dtype)
-    norm = _read(files, _NORM, "final norm", (hidden,), dtype)
-    if facts.tie_word_embeddings:
-        head = embed
-    else:
-        head = _read(files, _HEAD, "lm_head", (vocab, hidden), dtype)
+    tensors = {}
+    for what, (name, file) in locate_frozen(facts).items():
+        with safe_open(file, framework="pt") as stored:
+            tensor = stored.get_tensor(name)[: facts.vocab_size]
+        tensors[what] = tensor if dtype is None else tensor.to(dtype)
+    embed, norm = tensors["embedding"], tensors["final norm"]
+    head = tensors.get("lm_head", embed)
     if facts.norm_kind == "rms_plus_one":
         norm = norm.float() + 1  # bf16 would round small w away
     if facts.logit_scale != 1.0:
@@ -58,17 +57,32 @@ def refuse_nonlinear_head(facts: TargetFacts) -> None:
     """Raise ValueError when the logits are not linear in the RMS-normalised last state."""
     if facts.logit_softcap:
         raise ValueError(
-            f"{facts.path}: logits are soft-capped at {facts.logit_softcap} (final_logit_softcapping), which the "
-            "teacher does not reproduce; this target cannot be trained against"
+            f"logits are soft-capped at {facts.logit_softcap} (final_logit_softcapping), which the teacher "
+            "does not reproduce; this target cannot be trained against"
         )
     if facts.norm_kind == "layer":
         raise ValueError(
-            f"{facts.path}: the final norm is a LayerNorm, the drafter's is an RMSNorm; "
-            "this target cannot be trained against"
+            "the final norm is a LayerNorm, the drafter's is an RMSNorm; this target cannot be trained against"
         )
 
 
-def tensor_files(directory: Path) -> dict[str, Path]:
+def locate_frozen(facts: TargetFacts) -> dict[str, tuple[str, Path]]:
+    """Role -> (tensor name, file) of the embedding, final norm and, unless tied, lm_head; no values are read.
+
+    Raises ValueError for tensors that are missing, quantised or of the wrong shape.
+    """
+    files = _tensor_files(facts.path)
+    hidden, vocab = facts.hidden_size, facts.vocab_size
+    found = {
+        "embedding": _locate(files, _EMBEDDING, "embedding", (vocab, hidden)),
+        "final norm": _locate(files, _NORM, "final norm", (hidden,)),
+    }
+    if not facts.tie_word_embeddings:
+        found["lm_head"] = _locate(files, _HEAD, "lm_head", (vocab, hidden))
+    return found
+
+
+def _tensor_files(directory: Path) -> dict[str, Path]:
     """Tensor name -> file that holds it, through the safetensors index when there is one."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
@@ -76,45 +90,37 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         return {name: directory / file for name, file in names.items()}
     found: dict[str, Path] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            found.update(dict.fromkeys(tensors.keys(), file))
+        with safe_open(file, framework="pt") as stored:
+            found.update(dict.fromkeys(stored.keys(), file))
     if not found:
         raise ValueError(
-            f"{directory} holds no safetensors weights; the trainer needs the target's embedding, lm_head and final norm"
+            f"{directory} holds no safetensors weights; the trainer needs the embedding, lm_head and final norm"
         )
     return found
 
 
-def _read(
-    files: dict[str, Path],
-    pattern: re.Pattern[str],
-    what: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype | None,
-) -> Tensor:
-    names = sorted(
-        name for name in files if (m := pattern.match(name)) and "." not in name[m.end() :]
-    )
+def _locate(
+    files: dict[str, Path], pattern: re.Pattern[str], what: str, shape: tuple[int, ...]
+) -> tuple[str, Path]:
+    """The one plain weight of that role, its type and shape checked."""
+    names = [name for name in files if (m := pattern.match(name)) and "." not in name[m.end() :]]
     plain = [name for name in names if name.endswith(".weight")]
     if len(plain) != 1:
         raise ValueError(
-            f"expected one {what} weight in {next(iter(files.values())).parent}, found {names}: "
-            "quantised (no plain .weight) or an unknown layout; the trainer needs it unquantised"
+            f"expected one {what} weight, found {sorted(names)}: quantised (no plain .weight) or an unknown "
+            "layout; the trainer needs it unquantised"
         )
-    file = files[plain[0]]
+    name, file = plain[0], files[plain[0]]
     if not file.is_file():
+        raise ValueError(f"{file} is named by the index but absent; download it, it holds {name}")
+    with safe_open(file, framework="pt") as stored:
+        view = stored.get_slice(name)
+        stored_shape, stored_type = tuple(view.get_shape()), str(view.get_dtype())
+    if stored_type not in ("F64", "F32", "F16", "BF16"):
         raise ValueError(
-            f"{file} is named by the index but absent; download it, it holds {plain[0]}"
+            f"{name} in {file} is quantised ({stored_type}); the trainer needs it unquantised"
         )
-    with safe_open(file, framework="pt") as tensors:
-        tensor: Tensor = tensors.get_tensor(plain[0])
-    if not tensor.is_floating_point() or tensor.element_size() < 2:
-        raise ValueError(
-            f"{plain[0]} in {file} is quantised ({tensor.dtype}); the trainer needs it unquantised"
-        )
-    if tensor.ndim != len(shape) or tensor.shape[0] < shape[0] or tensor.shape[1:] != shape[1:]:
-        raise ValueError(
-            f"{plain[0]} in {file} has shape {tuple(tensor.shape)}, expected {shape} from config.json"
-        )
-    kept = tensor[: shape[0]]
-    return kept if dtype is None else kept.to(dtype)
+    rows_fit = len(stored_shape) == len(shape) and stored_shape[0] >= shape[0]
+    if not rows_fit or stored_shape[1:] != shape[1:]:
+        raise ValueError(f"{name} in {file} has shape {stored_shape}, config.json says {shape}")
+    return name, file
