@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from eagle3_train.drafter.checkpoint_format import (
@@ -24,7 +24,6 @@ from eagle3_train.drafter.checkpoint_format import (
     ServedTarget,
     engine_config,
     expected_tensors,
-    membership,
     read_config,
     read_tensors,
     save_shards,
@@ -90,6 +89,13 @@ def write_checkpoint(
         shutil.rmtree(old)
     else:
         temporary.rename(directory)
+
+
+def membership(d2t: Int[Tensor, " draft_vocab"], vocab_size: int) -> Bool[Tensor, " vocab"]:
+    """t2d: which target tokens the drafter may propose."""
+    t2d = torch.zeros(vocab_size, dtype=torch.bool)
+    t2d[torch.arange(len(d2t)) + d2t.cpu()] = True
+    return t2d
 
 
 def validate_checkpoint(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Int
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -198,13 +197,6 @@ def spec_from_config(config: Json) -> DrafterSpec:
         )
     except KeyError as error:
         raise ExportError(f"config.json names no {error}") from error
-
-
-def membership(d2t: Int[Tensor, " draft_vocab"], vocab_size: int) -> Bool[Tensor, " vocab"]:
-    """t2d: which target tokens the drafter may propose."""
-    t2d = torch.zeros(vocab_size, dtype=torch.bool)
-    t2d[torch.arange(len(d2t)) + d2t.cpu()] = True
-    return t2d
 
 
 def read_config(directory: Path) -> Json:

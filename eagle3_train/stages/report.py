@@ -7,16 +7,14 @@ provenance) and computes nothing that was not measured. `card` is what a termina
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from eagle3_train.config import JobConfig
 from eagle3_train.rundir import RunDir, write_atomic
+from eagle3_train.runlog import log, read_metrics
 from eagle3_train.stages.report_page import Document, Table, draw_figures, html, markdown
-
-log = logging.getLogger(__name__)
 
 Json = dict[str, Any]
 
@@ -102,26 +100,6 @@ def summarise(config: JobConfig, run_dir: RunDir) -> Json:
         "versions": provenance["versions"],
         "commit": provenance["commit"],
     }
-
-
-def read_metrics(path: Path) -> list[Json]:
-    """Lines of metrics.jsonl in step order; a step written again after a restart counts once, the later line.
-
-    A last line torn by a kill is dropped; damage anywhere else raises ValueError.
-    """
-    if not path.is_file():
-        raise ValueError(f"no {path}: run the train stage before the report")
-    latest: dict[tuple[int, bool], Json] = {}
-    texts = path.read_text().splitlines()
-    for index, text in enumerate(texts):
-        try:
-            line = json.loads(text)
-        except ValueError as error:
-            if index == len(texts) - 1:
-                break
-            raise ValueError(f"{path} line {index + 1} is not JSON: {error}") from error
-        latest[line["step"], "train/loss" in line] = line
-    return [latest[key] for key in sorted(latest)]
 
 
 def compare(summary: Json, other: Json) -> list[Json]:

@@ -12,12 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eagle3_train.drafter.checkpoint import read_checkpoint, validate_checkpoint, write_checkpoint
+from eagle3_train.drafter.checkpoint import (
+    membership,
+    read_checkpoint,
+    validate_checkpoint,
+    write_checkpoint,
+)
 from eagle3_train.drafter.checkpoint_format import (
     ExportError,
     ServedTarget,
     expected_tensors,
-    membership,
     sglang_layer_ids,
 )
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec

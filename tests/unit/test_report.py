@@ -126,27 +126,6 @@ def test_the_summary_has_every_promised_key_and_survives_json(config: JobConfig)
     assert written["wall_s"] == {"rollout": 60.0, "train": 200.0, "evaluate": 90.0}
 
 
-def test_a_step_rewritten_after_a_restart_counts_once_and_the_later_line_wins(
-    config: JobConfig,
-) -> None:
-    path = RunDir(config.run_path).metrics
-    again = {**json.loads(path.read_text().splitlines()[0]), "step": 5, "tokens": 500}
-    with path.open("a") as file:
-        file.write(json.dumps(again | {"train/loss": 0.125}) + "\n")
-    summary = report.run(config)
-    assert (summary["steps"], summary["final_loss"]) == (5, 0.125)
-
-
-def test_a_line_torn_by_a_kill_is_skipped_only_at_the_end_of_the_file(config: JobConfig) -> None:
-    path = RunDir(config.run_path).metrics
-    whole = path.read_text()
-    path.write_text(whole + '{"step": 6, "train/lo')
-    assert report.run(config)["steps"] == 5
-    path.write_text('{"step": 0, "train/lo\n' + whole)
-    with pytest.raises(ValueError, match="line 1"):
-        report.run(config)
-
-
 def test_every_figure_is_wellformed_svg_and_the_page_needs_no_other_file(config: JobConfig) -> None:
     report.run(config)
     folder = RunDir(config.run_path).report

@@ -1,0 +1,100 @@
+"""README.md of an exported drafter: what it is, what was measured, how to launch it. A function of the directory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from eagle3_train.rundir import write_atomic
+
+Json = dict[str, Any]
+
+
+def write_card(directory: Path, rows: Sequence[Json] = ()) -> None:
+    """Write README.md from the directory's config.json and served measurements (evaluation.json's rows)."""
+    config = json.loads((directory / "config.json").read_text())
+    facts = config["eagle3_train"]
+    measured = [row for row in rows if row["drafter"] == "trained"]
+    parts = [
+        f"# EAGLE-3 drafter for {facts['target']}",
+        _table(["", ""], [[name, str(value)] for name, value in _facts(config, facts).items()]),
+        "## Acceptance",
+        _acceptance(measured) if measured else "Not measured yet: run the evaluate stage.",
+        "## Launch",
+        *_launch(directory.name, facts),
+    ]
+    write_atomic(directory / "README.md", "\n\n".join(parts) + "\n")
+
+
+def _facts(config: Json, facts: Json) -> Json:
+    attention = "latent (MLA)" if config.get("kv_lora_rank") else "grouped-query"
+    share = f"{config['draft_vocab_size']} of {config['vocab_size']} tokens"
+    return {
+        "architecture": f"{config['architectures'][0]}, {attention} attention",
+        "reads": f"boundaries {config['eagle_aux_hidden_state_layer_ids']} of the target"
+        " (boundary k = residual stream after k layers)",
+        "draft vocabulary": share,
+        "serves": f"{config['max_position_embeddings']} positions",
+        "trained on": f"{facts['samples']} samples of {facts['data']}, {facts['sampling']}",
+        "trained at": f"up to {facts['trained_len']} tokens per sample; "
+        "longer contexts are extrapolation",
+        "steps": f"{facts['steps']} optimiser steps, {facts['epochs']} epochs",
+        "made by": f"eagle3-train {facts['commit']}, run {facts['run']}",
+    }
+
+
+def _acceptance(rows: Sequence[Json]) -> str:
+    header = ["dataset", "draft tokens", "concurrency", "temperature", "acceptance length"]
+    header += ["95 % interval", "per position", "speedup", "distinct bigrams"]
+    lines = [
+        [
+            row["dataset"],
+            str(row["num_speculative_tokens"]),
+            str(row["concurrency"]),
+            f"{row['temperature']:g}",
+            f"{row['acceptance_length']:.2f}",
+            " to ".join(f"{edge:.2f}" for edge in row["acceptance_interval"] or []) or "-",
+            " ".join(f"{share:.2f}" for share in row["per_position_acceptance"]),
+            "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
+            "-" if row["distinct_bigram"] is None else f"{row['distinct_bigram']:.2f}",
+        ]
+        for row in rows
+    ]
+    where = f"{rows[0]['hardware']}, {rows[0]['engine']}"
+    return (
+        _table(header, lines)
+        + f"\n\nMeasured in the engine ({where}). Acceptance length counts the bonus token."
+    )
+
+
+def _launch(name: str, facts: Json) -> list[str]:
+    """Commands for both engines; `name` stands for this directory's path."""
+    k, ranks = facts["num_speculative_tokens"], facts["tensor_parallel"]
+    code = " \\\n  --trust-remote-code" if facts["trust_remote_code"] else ""
+    speculative = json.dumps({"method": "eagle3", "model": name, "num_speculative_tokens": k})
+    vllm = (
+        f"vllm serve {facts['target']} --tensor-parallel-size {ranks}{code} \\\n"
+        f"  --speculative-config '{speculative}'"
+    )
+    sglang = (
+        f"python -m sglang.launch_server --model-path {facts['target']} --tp-size {ranks}{code} \\\n"
+        f"  --speculative-algorithm EAGLE3 --speculative-draft-model-path {name} \\\n"
+        f"  --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1} \\\n"
+        "  --speculative-draft-model-quantization unquant"
+    )
+    quantised = f" (this one is stored as {facts['quantisation']})" if facts["quantisation"] else ""
+    return [
+        f"`{name}` is the path of this directory. vLLM:",
+        f"```bash\n{vllm}\n```",
+        "SGLang:",
+        f"```bash\n{sglang}\n```",
+        "The weights here are not quantised. vLLM takes that from this config.json; SGLang would apply the target's "
+        f"`--quantization`{quantised} to the drafter, hence `unquant`.",
+    ]
+
+
+def _table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,134 @@
+"""`export`: the trained drafter, and the same drafter before its first step, as directories vLLM and SGLang load.
+
+Consumes train/result.json and the checkpoint it names, train/initial.safetensors and the draft vocabulary;
+produces export/drafter and export/untrained, validated, with a model card. Needs neither Ray nor an engine.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file
+
+from eagle3_train import provenance
+from eagle3_train.config import JobConfig
+from eagle3_train.drafter.checkpoint import validate_checkpoint, write_checkpoint
+from eagle3_train.drafter.checkpoint_format import ServedTarget, read_config
+from eagle3_train.drafter.model_card import write_card
+from eagle3_train.engines.resolve import engine_index, resolve_target
+from eagle3_train.rundir import RunDir
+from eagle3_train.runlog import log
+from eagle3_train.target.facts import TargetFacts, read_facts, resolve_boundaries
+from eagle3_train.training.checkpoint import STATE, WEIGHTS
+from eagle3_train.training.initial import renderer_of, spec_of
+
+Json = dict[str, Any]
+
+
+def run(config: JobConfig) -> Path:
+    """Export what training left and return the drafter's directory; what is there and valid stays.
+
+    Raises ValueError when training has not finished, ExportError when the result is not servable.
+    """
+    paths = RunDir(config.run_path)
+    if not paths.train_result.is_file():
+        raise ValueError(f"no {paths.train_result}: run ray_jobs/train.py first")
+    result = json.loads(paths.train_result.read_text())
+    checkpoint = Path(result[f"{config.export.checkpoint}_checkpoint"])
+    state = json.loads((checkpoint / STATE).read_text())
+    target = served_target(config)
+    metadata = _metadata(config, result, state["step"])
+    _export(config, checkpoint / WEIGHTS, paths.drafter, target, metadata)
+    if config.evaluate.untrained:
+        untrained = metadata | {"steps": 0, "epochs": 0, "samples": 0}
+        _export(config, paths.initial_weights, paths.untrained_drafter, target, untrained)
+    return paths.drafter
+
+
+def _export(
+    config: JobConfig, weights: Path, directory: Path, target: ServedTarget, metadata: Json
+) -> None:
+    """Write, validate and describe one directory unless it already holds exactly this."""
+    spec = spec_of(config)
+    source = f"{weights.parent.name}/{weights.name} as {config.export.dtype}"
+    if _is_current(directory, source):
+        validate_checkpoint(directory, target, spec)
+        log.info("export: %s is current", directory)
+        return
+    facts = read_facts(config.target.path)
+    vocabulary = RunDir(config.run_path).draft_vocab
+    write_checkpoint(
+        directory,
+        spec,
+        load_file(weights),
+        None if spec.full_vocab else load_file(vocabulary)["d2t"],
+        resolve_boundaries(config.drafter.aux_layers, facts.num_layers)[:-1],
+        target,
+        config.export.dtype,
+        config.export.max_shard_bytes,
+        {**metadata, "source": source},
+    )
+    validate_checkpoint(directory, target, spec)
+    write_card(directory)
+    log.info("export: %s from %s, step %d", directory, source, metadata["steps"])
+
+
+def _is_current(directory: Path, source: str) -> bool:
+    if not (directory / "config.json").is_file():
+        return False
+    written: Json = read_config(directory)["eagle3_train"]
+    return bool(written["source"] == source)
+
+
+def served_target(config: JobConfig) -> ServedTarget:
+    """What the drafter's directory must agree with, from the target's own files."""
+    facts, renderer = read_facts(config.target.path), renderer_of(config)
+    # A warm start keeps its own draft vocabulary; only what ends an answer is indispensable there.
+    required = renderer.stop_ids if config.drafter.init_from else renderer.always_drafted
+    return ServedTarget(
+        vocab_size=facts.vocab_size,
+        hidden_size=facts.hidden_size,
+        num_layers=facts.num_layers,
+        serving_len=max(
+            config.engine.max_model_len,
+            config.drafter.max_position_embeddings or facts.max_position_embeddings,
+        ),
+        sglang_ids=_sglang_reading(facts),
+        required_tokens=tuple(sorted(required)),
+    )
+
+
+def _sglang_reading(facts: TargetFacts) -> Any:
+    """How SGLang reads aux layer ids of this target; for one it does not serve, how most classes do."""
+    index = engine_index("sglang")
+    assert index is not None, "a table of SGLang's classes ships with the engines package"
+    reading = resolve_target(facts, index).layer_ids
+    if reading not in ("boundary", "output", "output_always", "deepseek"):
+        log.warning(
+            "export: SGLang %s does not tap layers of %s", index.version, facts.architectures
+        )
+        return "output"
+    return reading
+
+
+def _metadata(config: JobConfig, result: Json, step: int) -> Json:
+    """What config.json and the model card say of the training."""
+    facts, sampling = read_facts(config.target.path), config.rollout.sampling
+    return {
+        "run": config.name,
+        "commit": provenance.commit(),
+        "target": facts.path.name,
+        "quantisation": facts.quantisation,
+        "trust_remote_code": config.target.trust_remote_code,
+        "tensor_parallel": config.engine.tensor_parallel,
+        "num_speculative_tokens": config.evaluate.num_speculative_tokens,
+        "steps": step,
+        "epochs": config.train.epochs,
+        "samples": result["samples_expected"] // config.train.epochs,
+        "data": ", ".join(Path(source).name for source in config.corpus.sources)
+        or "self-synthesised prompts",
+        "sampling": f"answered by the target at temperature {sampling.temperature:g}",
+        "trained_len": config.corpus.max_len,
+    }
