@@ -21,6 +21,7 @@ from typing import Literal
 from eagle3_train.target.facts import TargetFacts, default_boundaries
 
 Engine = Literal["vllm", "sglang"]
+LayerIds = Literal["", "boundary", "output", "output_always", "deepseek"]
 # Switches of EAGLE-3.1 drafters; an engine version serves those its drafter's file names.
 DRAFTER_OPTIONS = ("norm_output", "fc_norm", "norm_before_fc")
 _TABLES = Path(__file__).parent
@@ -33,11 +34,11 @@ class EngineClass:
     """A registered class. layer_ids says how it reads explicit aux ids ("" when it cannot capture):
 
     boundary: as they are; output: id + 1; output_always: id + 1 even on its own default;
-    deepseek: id + 1 only when the first id is 1; unknown: could not be read.
+    deepseek: id + 1 only when the first id is 1.
     """
 
     resolved_class: str
-    layer_ids: str
+    layer_ids: LayerIds
     options: tuple[str, ...] = ()
 
 
@@ -66,7 +67,7 @@ class Resolution:
     backend: Literal["native", "transformers", "unsupported"]
     needs_code: bool
     supports_eagle3: bool
-    layer_ids: str
+    layer_ids: LayerIds
 
 
 def engine_index(engine: Engine, version: str | None = None) -> EngineIndex | None:
@@ -113,7 +114,7 @@ def resolve_target(facts: TargetFacts, index: EngineIndex) -> Resolution:
 
 
 def tapped_boundaries(
-    layer_ids: str, ids: tuple[int, ...] | None, num_layers: int
+    layer_ids: LayerIds, ids: tuple[int, ...] | None, num_layers: int
 ) -> tuple[int, ...]:
     """Boundaries the engine taps when a drafter's config says `ids` (None: says nothing)."""
     given = default_boundaries(num_layers) if ids is None else ids
@@ -197,10 +198,10 @@ class _PackageSource:
                     found.update({name: (file, name) for name in names})
         return found
 
-    def _vllm_ids(self, lineage: list[tuple[Path, ast.ClassDef]]) -> str:
+    def _vllm_ids(self, lineage: list[tuple[Path, ast.ClassDef]]) -> LayerIds:
         return "boundary" if any(c.name == "SupportsEagle3" for _, c in lineage) else ""
 
-    def _sglang_ids(self, lineage: list[tuple[Path, ast.ClassDef]]) -> str:
+    def _sglang_ids(self, lineage: list[tuple[Path, ast.ClassDef]]) -> LayerIds:
         for file, node in lineage:
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and method.name == _CAPTURE:
@@ -210,14 +211,14 @@ class _PackageSource:
                     return _convention(body)
         return ""
 
-    def _delegate_ids(self, file: Path, node: ast.ClassDef) -> str:
+    def _delegate_ids(self, file: Path, node: ast.ClassDef) -> LayerIds:
         """Convention of the language model a wrapper constructs."""
         for assign in ast.walk(node):
             if isinstance(assign, ast.Assign) and isinstance(assign.value, ast.Call):
                 target, callee = ast.unparse(assign.targets[0]), ast.unparse(assign.value.func)
                 if target == "self.language_model" and callee.isidentifier():
                     return self._sglang_ids(list(self._lineage(file, callee)))
-        return "unknown"
+        return ""
 
     def _lineage(self, file: Path, name: str) -> Iterator[tuple[Path, ast.ClassDef]]:
         """The class and its bases, nearest first, through imports and aliases inside the package."""
@@ -279,13 +280,13 @@ def _parse(file: Path) -> _Module:
     return module
 
 
-def _convention(body: str) -> str:
+def _convention(body: str) -> LayerIds:
     """How SGLang's set_eagle3_layers_to_capture reads explicit ids, from its text."""
     if "layer_ids[0] == 1" in body:
         return "deepseek"
     if re.search(r"\b(\w+) \+ 1 for \1 in layer_ids", body):
         return "output_always" if "layer_ids = [2" in body else "output"
-    return "unknown"
+    return ""
 
 
 def _shipped(file: Path) -> EngineIndex:
