@@ -29,6 +29,7 @@ from eagle3_train.drafter.checkpoint_format import (
     save_shards,
     sglang_layer_ids,
     spec_from_config,
+    twins,
 )
 from eagle3_train.drafter.spec import DrafterSpec
 
@@ -69,6 +70,7 @@ def write_checkpoint(
         "d2t belongs to a reduced draft vocabulary, and only there"
     )
     tensors = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in weights.items()}
+    tensors |= {copy: tensors[original].clone() for copy, original in twins(spec).items()}
     if d2t is not None:
         tensors["d2t"] = d2t.to(torch.int64)
         tensors["t2d"] = membership(d2t, spec.vocab_size)
@@ -170,6 +172,7 @@ def _check_boundaries(config: Json, target: ServedTarget) -> None:
 
 def _check_weights(tensors: dict[str, Tensor], spec: DrafterSpec, dtype: str) -> None:
     shapes = expected_tensors(spec)
+    shapes |= {copy: shapes[original] for copy, original in twins(spec).items()}
     vocabulary = set() if spec.full_vocab else {"d2t", "t2d"}
     if missing := sorted((shapes.keys() | vocabulary) - tensors.keys()):
         raise ExportError(f"missing tensor {', '.join(missing)}")
@@ -238,6 +241,8 @@ def read_checkpoint(
         if t2d is None:
             raise ExportError(f"{directory}: a reduced draft vocabulary without d2t or t2d")
         d2t = t2d.nonzero().flatten() - torch.arange(spec.draft_vocab_size)
+    for copy in twins(spec):
+        tensors.pop(copy, None)
     shapes = expected_tensors(spec)
     if unknown := sorted(tensors.keys() - shapes.keys()):
         raise ExportError(

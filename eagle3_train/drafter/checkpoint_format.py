@@ -84,6 +84,15 @@ def expected_tensors(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def twins(spec: DrafterSpec) -> dict[str, str]:
+    """Copies on disk -> the weight they repeat: deeper layers norm their state by `input_layernorm` in vLLM
+    and by `hidden_norm` in SGLang."""
+    return {
+        f"layers.{layer}.hidden_norm.weight": f"layers.{layer}.input_layernorm.weight"
+        for layer in range(1, spec.num_layers)
+    }
+
+
 def _attention(spec: DrafterSpec, width: int) -> dict[str, tuple[int, ...]]:
     """Projections of one attention whose input is `width` wide."""
     if spec.attention == "llama":

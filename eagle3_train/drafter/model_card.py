@@ -23,7 +23,7 @@ def write_card(directory: Path, rows: Sequence[Json] = ()) -> None:
         "## Acceptance",
         _acceptance(measured) if measured else "Not measured yet: run the evaluate stage.",
         "## Launch",
-        *_launch(directory.name, facts),
+        *_launch(directory.name, config, facts),
     ]
     write_atomic(directory / "README.md", "\n\n".join(parts) + "\n")
 
@@ -69,7 +69,7 @@ def _acceptance(rows: Sequence[Json]) -> str:
     )
 
 
-def _launch(name: str, facts: Json) -> list[str]:
+def _launch(name: str, config: Json, facts: Json) -> list[str]:
     """Commands for both engines; `name` stands for this directory's path."""
     k, ranks = facts["num_speculative_tokens"], facts["tensor_parallel"]
     code = " \\\n  --trust-remote-code" if facts["trust_remote_code"] else ""
@@ -84,14 +84,21 @@ def _launch(name: str, facts: Json) -> list[str]:
         f"  --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1} \\\n"
         "  --speculative-draft-model-quantization unquant"
     )
-    quantised = f" (this one is stored as {facts['quantisation']})" if facts["quantisation"] else ""
+    text = [f"`{name}` is the path of this directory. vLLM:", f"```bash\n{vllm}\n```"]
+    if config.get("kv_lora_rank") and (
+        not config["q_lora_rank"] or config["num_hidden_layers"] > 1
+    ):
+        return [
+            *text,
+            "SGLang serves latent-attention drafters of one layer with q_lora_rank only: not this one.",
+        ]
+    stored = f" (this target is stored as {facts['quantisation']})" if facts["quantisation"] else ""
     return [
-        f"`{name}` is the path of this directory. vLLM:",
-        f"```bash\n{vllm}\n```",
+        *text,
         "SGLang:",
         f"```bash\n{sglang}\n```",
-        "The weights here are not quantised. vLLM takes that from this config.json; SGLang would apply the target's "
-        f"`--quantization`{quantised} to the drafter, hence `unquant`.",
+        "The weights here are not quantised. vLLM reads that in config.json; SGLang would apply the target's "
+        f"`--quantization`{stored} to the drafter, hence `unquant`.",
     ]
 
 
