@@ -120,7 +120,7 @@ def parse_row(row: dict[str, Any], config: CorpusConfig) -> Conversation | Token
         fixes=tuple(fixes),
     )
     try:
-        conversation.to_json().encode()
+        (conversation.to_json() + domain).encode()
     except UnicodeEncodeError as error:
         raise Unusable("lone_surrogate", str(error)) from error
     return conversation

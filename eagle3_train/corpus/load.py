@@ -95,14 +95,14 @@ def _load(
                     raise row.fields
                 accounting.columns.update(row.fields)
                 parsed = parse_row(row.fields, config)
-                fresh = convert(parsed, accounting)
-                fresh = _with_unique_ids(fresh, seen, config.deduplicate)
+                found = convert(parsed, accounting)
+                fresh = _with_unique_ids(found, seen, config.deduplicate)
             except Unusable as problem:
                 accounting.drop(row.where, problem)
                 if accounting.rows_in == HOPELESS_ROWS and not accounting.kept:
                     break
                 continue
-            _note_reused_id(row.fields.get("id"), fresh[0].id, given_ids, accounting)
+            _note_reused_id(row.fields.get("id"), found[0].id, given_ids, accounting)
             if isinstance(parsed, Conversation):
                 accounting.fixed.update(parsed.fixes)
             sizes = [

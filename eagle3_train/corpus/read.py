@@ -47,7 +47,7 @@ def _files(source: str) -> list[tuple[Any, str]]:
     filesystem, path = fsspec.core.url_to_fs(source)
     if any(char in path for char in "*?[") and not filesystem.exists(path):
         found = sorted(filesystem.glob(path))
-        paths = [name for name in found if not filesystem.isdir(name)]
+        paths = [name for name in found if not (_is_hidden(name) or filesystem.isdir(name))]
     elif filesystem.isdir(path):
         found = sorted(filesystem.find(path))
         paths = [name for name in found if _is_data(name, path)]
@@ -67,8 +67,11 @@ def _files(source: str) -> list[tuple[Any, str]]:
 def _is_data(name: str, root: str) -> bool:
     """Data files of a directory: known kinds, nothing hidden, no metadata of other tools."""
     parts = name[len(root) :].strip("/").split("/")
-    hidden = any(part.startswith((".", "_")) for part in parts)
-    return bool(_suffix(name)) and not hidden and parts[-1] not in NOT_DATA
+    return bool(_suffix(name)) and not any(map(_is_hidden, parts)) and parts[-1] not in NOT_DATA
+
+
+def _is_hidden(name: str) -> bool:
+    return name.rpartition("/")[2].startswith((".", "_"))
 
 
 def _suffix(name: str) -> str:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,8 @@ ALIAS = "\ue0f2{}\ue0f3"
 # What a target writes inside its own answer: never escaped there, always in the draft vocabulary.
 STRUCTURE = re.compile(r"think|tool", re.IGNORECASE)
 UNUSED = re.compile(r"reserved|unused", re.IGNORECASE)
-INSERTED_THINK = re.compile(r"\s*<think>\s*</think>\s*")
-THINK_BLOCK = re.compile(r"(?:<think>)?(.*?)</think>", re.DOTALL)
+EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*")
+THINK_TAG = re.compile(r"</?think>")
 # A template is a user's program: whatever it raises concerns one row.
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -45,6 +46,15 @@ TEMPLATE_ERRORS = (
 )
 Tokens = tuple[list[int], list[bool]]
 """Token ids and, for each, whether the target produced it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """Text `before` the answer, text `after` it, and the character where the target's own part begins."""
+
+    before: str
+    after: str
+    begin: int
 
 
 class Renderer:
@@ -119,47 +129,48 @@ class Renderer:
         Raises Unusable when any answer cannot be located exactly.
         """
         messages, tools = self._escaped(conversation.messages, conversation.tools)
-        spans: list[
-            tuple[str, str, bool]
-        ] = []  # text before the answer, text with it, inserted think
-        for index, message in enumerate(messages):
-            if message["role"] != "assistant" or _is_empty(message):
-                continue
-            before = self._render(messages[:index], tools, generation_prompt=True)
-            after = self._render(messages[: index + 1], tools, generation_prompt=False)
-            if not after.startswith(before):
-                raise Unusable(
-                    "not_append_only", f"the template rewrites the prompt of turn {index}"
-                )
-            _check_complete(message, after[len(before) :])
-            spans.append(
-                (before, after, not supervise_inserted and "</think>" not in _said(message))
-            )
-        if not spans:
-            raise Unusable("nothing_supervised", "no assistant turn with content")
-        full = spans[-1][1]
-        if all(full.startswith(after) for _, after, _ in spans):
-            try:
-                return [self._masked(full, spans, conversation.cut)]
-            except Unusable:
-                if len(spans) == 1:
-                    raise
-        last = len(spans) - 1
-        return [
-            self._masked(span[1], [span], conversation.cut and index == last)
-            for index, span in enumerate(spans)
+        answers = [
+            self._answer(messages[: index + 1], tools, supervise_inserted)
+            for index, message in enumerate(messages)
+            if message["role"] == "assistant" and not _is_empty(message)
         ]
+        if not answers:
+            raise Unusable("nothing_supervised", "no assistant turn with content")
+        if all(answers[-1].after.startswith(answer.after) for answer in answers):
+            try:
+                return [self._masked(answers, conversation.cut)]
+            except Unusable:
+                if len(answers) == 1:
+                    raise
+        return [self._masked([a], conversation.cut and a is answers[-1]) for a in answers]
 
-    def _masked(self, full: str, spans: list[tuple[str, str, bool]], cut: bool) -> Tokens:
-        """Ids of `full` and the mask of the answers in `spans`; `cut` ends the row before its stop."""
+    def _answer(self, messages: list[Message], tools: Any, supervise_inserted: bool) -> _Answer:
+        """Locate the last message in its rendering. Raises Unusable when the template rewrites."""
+        before = self._render(messages[:-1], tools, generation_prompt=True)
+        after = self._render(messages, tools, generation_prompt=False)
+        message, begin = messages[-1], len(before)
+        if not after.startswith(before):
+            turn = len(messages)
+            raise Unusable("not_append_only", f"the template rewrites the prompt of turn {turn}")
+        _check_complete(message, after[begin:])
+        inserted = EMPTY_THINK.match(after, begin)
+        if inserted and not EMPTY_THINK.match(message["content"]):
+            if message.get("reasoning_content", "").strip() or "</think>" in message["content"]:
+                raise Unusable("answer_not_rendered", "an empty think block precedes the reasoning")
+            begin = begin if supervise_inserted else inserted.end()
+        return _Answer(before, after, begin)
+
+    def _masked(self, answers: list[_Answer], cut: bool) -> Tokens:
+        """Ids up to the last answer, and the mask of all; `cut` ends the row before its stop."""
+        full = answers[-1].after
         ids = self._encode(full)
         self._check_start(ids)
         mask = [False] * len(ids)
-        for before, after, skip_inserted in spans:
-            inserted = INSERTED_THINK.match(after, len(before)) if skip_inserted else None
-            if inserted and "<think>" in inserted.group():
-                before = self._text_before(ids, after, inserted.end())
-            start, end = self._boundary(ids, before), self._boundary(ids, after)
+        for answer in answers:
+            start = self._boundary(ids, answer.before)
+            if answer.begin > len(answer.before):
+                start = self._boundary(ids, full[: answer.begin], full[: answer.begin].rstrip())
+            end = len(ids) if answer.after == full else self._boundary(ids, answer.after)
             stop = self._end_of_answer(ids, start, end)
             mask[start:stop] = [True] * (stop - start)
         if cut:
@@ -167,18 +178,13 @@ class Renderer:
             ids, mask = ids[:end], mask[:end]
         return ids, mask
 
-    def _text_before(self, ids: list[int], text: str, end: int) -> str:
-        """`text[:end]`, without its trailing white space if that is where tokens meet."""
-        prefix = text[:end]
-        encoded = self._encode(prefix)
-        return prefix if ids[: len(encoded)] == encoded else prefix.rstrip()
-
-    def _boundary(self, ids: list[int], prefix: str) -> int:
-        """Number of tokens of `prefix`, which must be the first ones of `ids`."""
-        encoded = self._encode(prefix)
-        if ids[: len(encoded)] != encoded:
-            raise Unusable("token_boundary", "tokens merge across the start or end of an answer")
-        return len(encoded)
+    def _boundary(self, ids: list[int], *prefixes: str) -> int:
+        """Tokens of the first of `prefixes` that are the first ones of `ids`. Raises Unusable."""
+        for prefix in prefixes:
+            encoded = self._encode(prefix)
+            if ids[: len(encoded)] == encoded:
+                return len(encoded)
+        raise Unusable("token_boundary", "tokens merge across the start or end of an answer")
 
     def _end_of_answer(self, ids: list[int], start: int, end: int) -> int:
         """One past the last token the target produced for the answer rendered in ids[start:end].
@@ -313,9 +319,7 @@ def _is_empty(message: Message) -> bool:
 
 def _check_complete(message: Message, answer: str) -> None:
     """Refuse an answer that the template rendered only in part."""
-    content = message["content"]
-    pieces = [message.get("reasoning_content", ""), *THINK_BLOCK.findall(content)]
-    pieces.append(content.rpartition("</think>")[2])
+    pieces = [message.get("reasoning_content", ""), *THINK_TAG.split(message["content"])]
     pieces += [call["function"]["name"] for call in message.get("tool_calls", [])]
     for piece in pieces:
         if piece.strip() not in answer:

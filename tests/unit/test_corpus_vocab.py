@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from eagle3_train.config import CorpusConfig
+from eagle3_train.corpus.conversation import parse_row
+from eagle3_train.corpus.leakage import find_leaks
+from eagle3_train.corpus.split import is_held_out
+from eagle3_train.corpus.table import (
+    committed_ids,
+    next_index,
+    read_messages,
+    read_samples,
+    write_shard,
+)
+from eagle3_train.corpus.vocab import DraftVocab
+from eagle3_train.records import Prompt, Sample
+
+
+def sample(id: str, ids: list[int], mask: list[int], domain: str = "chat") -> Sample:
+    return Sample(id, domain, np.array(ids, np.int32), np.array(mask, bool), "stop")
+
+
+SAMPLES = [
+    sample("a", [9, 9, 9, 3, 3, 5], [0, 0, 0, 1, 1, 1]),
+    sample("b", [9, 7, 7, 7, 5], [0, 1, 1, 1, 1], "code"),
+]
+
+
+def vocab(size: int = 4, always: tuple[int, ...] = (0, 11)) -> DraftVocab:
+    return DraftVocab.build(SAMPLES, size, 12, always, "tok")
+
+
+def test_the_draft_vocabulary_holds_the_most_supervised_tokens_and_every_special_one() -> None:
+    assert vocab().target_ids.tolist() == [0, 3, 7, 11]  # 5 and 3 tie at 2: the lower id wins
+    assert vocab(5).target_ids.tolist() == [0, 3, 5, 7, 11]
+    assert vocab(6).target_ids.tolist() == [0, 1, 3, 5, 7, 11]
+    assert vocab().d2t.dtype == np.int64
+    assert np.flatnonzero(vocab().t2d).tolist() == vocab().target_ids.tolist()
+    assert (vocab(12).d2t == 0).all()
+
+
+def test_coverage_is_the_share_of_supervised_tokens_per_domain() -> None:
+    assert vocab().coverage == {"chat": 2 / 3, "code": 3 / 4, "all": 5 / 7}
+
+
+def test_the_vocabulary_survives_its_file_and_is_tied_to_tokenizer_and_data(tmp_path: Path) -> None:
+    made = vocab()
+    made.save(tmp_path / "v.safetensors")
+    again = DraftVocab.load(tmp_path / "v.safetensors", "tok")
+    assert again.target_ids.tolist() == made.target_ids.tolist()
+    assert (again.coverage, again.hash) == (made.coverage, made.hash)
+    with pytest.raises(ValueError, match="was built for tokenizer and template tok, not other"):
+        DraftVocab.load(tmp_path / "v.safetensors", "other")
+    hashes = {
+        made.hash,
+        vocab(5).hash,
+        DraftVocab.build(SAMPLES, 4, 12, (0, 11), "other").hash,
+        DraftVocab.build(SAMPLES, 4, 13, (0, 11), "tok").hash,
+        DraftVocab.build([*SAMPLES, SAMPLES[0]], 4, 12, (0, 11), "tok").hash,
+    }
+    assert len(hashes) == 5
+
+
+@pytest.mark.parametrize(
+    ("d2t", "t2d", "message"),
+    [
+        ([0, 0, 9], [1, 1, 0, 0, 0, 0], "outside"),
+        ([0, 2, 0], [1, 0, 1, 1, 0, 0], "not strictly increasing"),
+        ([0, 1, 1], [1, 1, 1, 0, 0, 0], "t2d does not mark"),
+        ([0, 1, 1], [1, 0, 1, 1, 1, 0], "t2d does not mark"),
+    ],
+)
+def test_a_broken_vocabulary_is_refused(
+    d2t: list[int], t2d: list[int], message: str, tmp_path: Path
+) -> None:
+    metadata = {"coverage": "{}", "tokenizer": "tok", "hash": "x"}
+    tensors = {"d2t": np.array(d2t), "t2d": np.array(t2d, bool)}
+    (tmp_path / "v").write_bytes(safetensors.numpy.save(tensors, metadata))
+    with pytest.raises(ValueError, match=message):
+        DraftVocab.load(tmp_path / "v", "tok")
+    (tmp_path / "v").write_bytes(b"junk")
+    with pytest.raises(ValueError, match="not a draft vocabulary"):
+        DraftVocab.load(tmp_path / "v", "tok")
+
+
+def test_impossible_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="must hold the 2 special tokens"):
+        vocab(1)
+    with pytest.raises(ValueError, match="not exceed"):
+        vocab(13)
+    with pytest.raises(ValueError, match="no supervised token"):
+        DraftVocab.build([sample("a", [1, 2], [0, 0])], 4, 12, (), "tok")
+
+
+def test_samples_survive_their_shards_bit_for_bit(tmp_path: Path) -> None:
+    assert committed_ids(tmp_path / "none") == set()
+    write_shard(tmp_path, next_index(tmp_path), SAMPLES, ["{}", '{"a": 1}'])
+    write_shard(tmp_path, next_index(tmp_path), [replace(SAMPLES[0], id="c")], ["null"])
+    read = read_samples(tmp_path)
+    assert [s.id for s in read] == ["a", "b", "c"]
+    for before, after in zip([*SAMPLES, SAMPLES[0]], read, strict=True):
+        assert after.input_ids.dtype == np.int32
+        assert after.loss_mask.dtype == np.bool_
+        assert before.input_ids.tolist() == after.input_ids.tolist()
+        assert before.loss_mask.tolist() == after.loss_mask.tolist()
+        assert (before.domain, before.finish_reason) == (after.domain, after.finish_reason)
+    assert committed_ids(tmp_path) == {"a", "b", "c"}
+    assert read_messages(tmp_path)["b"] == '{"a": 1}'
+
+
+def test_a_half_written_shard_is_no_shard_and_a_committed_one_is_final(tmp_path: Path) -> None:
+    write_shard(tmp_path, 0, SAMPLES, ["", ""])
+    (tmp_path / ".samples-000001.parquet.77.tmp").write_bytes(b"half")
+    assert next_index(tmp_path) == 1
+    assert len(read_samples(tmp_path)) == 2
+    with pytest.raises(ValueError, match="already committed"):
+        write_shard(tmp_path, 0, SAMPLES, ["", ""])
+    write_shard(tmp_path, 1, SAMPLES[:1], [""])
+    with pytest.raises(ValueError, match="repeats sample a"):
+        read_samples(tmp_path)
+    with pytest.raises(ValueError, match="no sample shards"):
+        read_samples(tmp_path / "empty")
+
+
+def identity(question: str, answer: str, system: str | None = None) -> str:
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    if system:
+        turns.insert(0, {"role": "system", "content": system})
+    return parse_row({"messages": turns}, CorpusConfig()).id
+
+
+def test_one_question_never_falls_on_both_sides_of_the_split() -> None:
+    for n in range(200):
+        ids = {identity(f"Q {n}", "A"), identity(f" q  {n}", "B"), identity(f"Q {n}", "A", "S")}
+        assert len(ids) == 3
+        assert len({is_held_out(id, 0.3) for id in (*ids, f"{min(ids)}-t1")}) == 1
+
+
+def test_the_split_takes_its_fraction_and_grows_without_moving_anyone() -> None:
+    ids = [identity(f"Question {n}", "A") for n in range(3000)]
+    small, large = ({id for id in ids if is_held_out(id, f)} for f in (0.05, 0.2))
+    assert 100 < len(small) < 200
+    assert 500 < len(large) < 700
+    assert small < large
+    assert not any(is_held_out(id, 0) for id in ids)
+
+
+def prompt(id: str, text: str) -> Prompt:
+    content = {"messages": [{"role": "user", "content": text}], "tools": None, "followups": []}
+    return Prompt(id, "chat", np.array([1], np.int32), json.dumps(content))
+
+
+def test_leaks_are_found_through_case_punctuation_and_padding() -> None:
+    exam = (
+        "If a train leaves at nine and walks at four miles an hour, when does it arrive at the sea?"
+    )
+    other = (
+        "Write a poem about a lamp that nobody lights and the moth which waits for it every night."
+    )
+    found = find_leaks(
+        [
+            prompt("same", exam.upper().replace(",", "")),
+            prompt("inside", f"Please answer. {exam} Think first."),
+            prompt("clean", other),
+            prompt("short", "hi!"),
+            prompt("symbols", "???"),
+        ],
+        [prompt("exam", exam), prompt("tiny", "Hi"), prompt("marks", "!!!")],
+    )
+    assert {(leak.train_id, leak.eval_id) for leak in found} == {
+        ("same", "exam"),
+        ("inside", "exam"),
+        ("short", "tiny"),
+    }
