@@ -1,0 +1,69 @@
+"""The three frozen tensors of the target that training reads, and the draft-vocabulary mapping.
+
+They are inputs of the training step, never parameters: nothing here is in the drafter's state dict, in its
+optimiser or sharded with it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FrozenTarget:
+    """Embedding, output head and final norm of the target; draft id i stands for target id i + d2t[i].
+
+    norm_weight None means the captured last states are already normed (as HF hands them out).
+    d2t and t2d are None exactly when the drafter proposes from the whole vocabulary.
+    """
+
+    embed: Float[Tensor, "vocab hidden"]
+    lm_head: Float[Tensor, "vocab hidden"]
+    norm_weight: Float[Tensor, " hidden"] | None
+    norm_eps: float
+    d2t: Int[Tensor, " draft_vocab"] | None = None
+    t2d: Bool[Tensor, " vocab"] | None = None
+
+    @cached_property
+    def draft_ids(self) -> Int[Tensor, " draft_vocab"]:
+        """Target id of every draft id."""
+        if self.d2t is None:
+            return torch.arange(len(self.lm_head), device=self.lm_head.device)
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    @cached_property
+    def draft_head(self) -> Float[Tensor, "draft_vocab hidden"]:
+        """The head's rows of the draft vocabulary; the head itself for the full vocabulary."""
+        return self.lm_head if self.d2t is None else self.lm_head[self.draft_ids].contiguous()
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> "FrozenTarget":
+        """Copy to a device, floating-point tensors as `dtype`."""
+        return FrozenTarget(
+            embed=self.embed.to(device, dtype),
+            lm_head=self.lm_head.to(device, dtype),
+            norm_weight=None if self.norm_weight is None else self.norm_weight.to(device, dtype),
+            norm_eps=self.norm_eps,
+            d2t=None if self.d2t is None else self.d2t.to(device),
+            t2d=None if self.t2d is None else self.t2d.to(device),
+        )
+
+
+def check_draft_mapping(
+    d2t: Int[Tensor, " draft_vocab"], t2d: Bool[Tensor, " vocab"], draft_vocab_size: int
+) -> None:
+    """Raise ValueError unless d2t and t2d describe the same `draft_vocab_size` increasing target ids."""
+    ids = d2t.cpu() + torch.arange(len(d2t))
+    if len(d2t) != draft_vocab_size or int(t2d.sum()) != draft_vocab_size:
+        raise ValueError(
+            f"d2t has {len(d2t)} entries and t2d marks {int(t2d.sum())} tokens, but the draft vocabulary "
+            f"has {draft_vocab_size}; rebuild the mapping."
+        )
+    if len(ids) and (bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= len(t2d)):
+        raise ValueError(
+            "i + d2t[i] must increase strictly within the target vocabulary; d2t holds offsets, not ids."
+        )
+    if not bool(t2d.cpu()[ids].all()):
+        raise ValueError("d2t names tokens that t2d does not mark; rebuild the mapping.")

@@ -1,0 +1,253 @@
+"""The draft head and its loss, chunk by chunk: [all rows, vocabulary] never exists, least of all in fp32.
+
+The teacher's logits are computed once per supervised target token and read by every step that needs them.
+For each chunk of rows: logits, loss and the loss gradient (written over the logits), then at once both matmuls
+that consume that gradient. Backward therefore has nothing left to compute but a scaling.
+
+With q = softmax(logits), p = teacher: forward_kl is the soft cross-entropy -sum p log q (its gradient is that of
+the KL divergence), hard_ce the cross-entropy of the teacher's argmax; reverse_kl, jsd and tv are the divergences;
+lk_alpha is -log sum min(p, q), the negative log acceptance rate; lk_lambda blends KL and TV by exp(-3 alpha).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+from torch.autograd import Function
+
+from eagle3_train.drafter.frozen import FrozenTarget
+from eagle3_train.drafter.layers import rms_norm
+from eagle3_train.drafter.rows import PackedBatch, RowPlan
+from eagle3_train.drafter.stepwise import wide
+
+LossKind = Literal["forward_kl", "hard_ce", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
+LK_LAMBDA_RATE = 3.0
+MIN_CHUNK_ROWS = 64
+_CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """What is minimised: the kind of loss, and decay**k as the weight of step k."""
+
+    kind: LossKind = "forward_kl"
+    decay: float = 0.8
+    in_vocab_only: bool = False
+    """Give no weight to rows whose full-vocabulary target argmax is outside the draft vocabulary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """Target logits over the draft vocabulary, one row per supervised target token, and their log-sum-exp."""
+
+    logits: Float[Tensor, "slots draft_vocab"]
+    lse: Float[Tensor, " slots"]
+
+
+@torch.no_grad()
+def target_states(batch: PackedBatch, target: FrozenTarget) -> Float[Tensor, "slots hidden"]:
+    """The target's normed last states at the supervised target tokens."""
+    states = batch.last_hidden_states.index_select(0, batch.rows.target_rows)
+    if target.norm_weight is None:
+        return states
+    return rms_norm(states, target.norm_weight, target.norm_eps)
+
+
+def teacher(states: Float[Tensor, "slots hidden"], target: FrozenTarget) -> Teacher:
+    """Teacher distribution of each slot."""
+    logits = states @ target.draft_head.t()
+    if logits.is_cuda:
+        from eagle3_train.drafter import loss_kernels
+
+        return Teacher(logits, loss_kernels.logsumexp(logits))
+    return Teacher(logits, logits.to(wide(logits.dtype)).logsumexp(-1))
+
+
+@torch.no_grad()
+def target_answers(
+    states: Float[Tensor, "slots hidden"], target: FrozenTarget
+) -> Int[Tensor, " slots"]:
+    """The target's own next token (argmax over its full vocabulary) of each slot."""
+    rows = chunk_rows(states, len(target.lm_head))
+    parts = [(part @ target.lm_head.t()).argmax(-1) for part in states.split(rows)]
+    return torch.cat(parts) if parts else states.new_zeros(0, dtype=torch.long)
+
+
+def chunk_rows(like: Tensor, vocab: int) -> int:
+    """Rows whose logits fit the chunk budget."""
+    return max(MIN_CHUNK_ROWS, _CHUNK_BYTES[like.device.type] // (vocab * like.element_size()))
+
+
+def row_weights(
+    rows: RowPlan, decay: float, keep: Bool[Tensor, " slots"] | None, dtype: torch.dtype
+) -> Float[Tensor, " flat"]:
+    """decay**k of every flat row, times the plan's own weights, zero where `keep` is false."""
+    out = torch.empty(len(rows.slots), dtype=dtype, device=rows.slots.device)
+    for k in range(rows.steps):
+        rows.at(out, k).fill_(decay**k)
+    if rows.weights is not None:
+        out *= rows.weights
+    return out if keep is None else out * keep.index_select(0, rows.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class _HeadCall:
+    teacher: Teacher
+    slots: Tensor
+    weights: Tensor
+    kind: LossKind
+    with_grad: bool
+    with_argmax: bool
+
+
+class _DraftHead(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, weight: Tensor, call: _HeadCall, *pieces: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        hidden = _joined(pieces)
+        ctx.sizes = [len(piece) for piece in pieces]
+        loss = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
+        argmax = hidden.new_empty(len(hidden), dtype=torch.long) if call.with_argmax else None
+        total: Tensor | None = None
+        step = chunk_rows(hidden, len(weight))
+        for a in range(0, len(hidden), step):
+            part = hidden[a : a + step]
+            logits = part @ weight.t()
+            if argmax is not None:
+                torch.argmax(logits, -1, out=argmax[a : a + step])
+            slots, weights = call.slots[a : a + step], call.weights[a : a + step]
+            loss += loss_and_gradient_(logits, call.teacher, slots, weights, call.kind)
+            if call.with_grad:
+                total = logits.t() @ part if total is None else total.addmm_(logits.t(), part)
+                torch.mm(logits, weight, out=part)
+        ctx.d_hidden, ctx.d_weight = hidden, total
+        if argmax is not None:
+            ctx.mark_non_differentiable(argmax)
+        return loss, argmax
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        d_hidden, d_weight = ctx.d_hidden, ctx.d_weight
+        ctx.d_hidden = ctx.d_weight = None
+        return d_weight.mul_(d_loss), None, *d_hidden.mul_(d_loss).split(ctx.sizes)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """One tensor of all pieces' rows, to be overwritten: their Stack if they fill one, else a copy."""
+    rows, first = sum(len(piece) for piece in pieces), pieces[0].detach()
+    offset = first.storage_offset()
+    for piece in pieces:
+        if not piece.is_contiguous() or piece.storage_offset() != offset:
+            return torch.cat(pieces)
+        if piece.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
+            return torch.cat(pieces)
+        offset += piece.numel()
+    return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
+
+
+def draft_loss(
+    head_inputs: Sequence[Float[Tensor, "rows hidden"]],
+    weight: Float[Tensor, "draft_vocab hidden"],
+    supervision: Teacher,
+    rows: RowPlan,
+    weights: Float[Tensor, " flat"],
+    kind: LossKind,
+    with_argmax: bool,
+) -> tuple[Float[Tensor, ""], Int[Tensor, " flat"] | None]:
+    """Weighted sum of the loss over all flat rows, and the draft argmax of each row if asked.
+
+    Overwrites `head_inputs` (all steps' normed outputs, step after step) with their gradients.
+    """
+    call = _HeadCall(supervision, rows.slots, weights, kind, torch.is_grad_enabled(), with_argmax)
+    out: tuple[Tensor, Tensor | None] = _DraftHead.apply(weight, call, *head_inputs)  # type: ignore[no-untyped-call]
+    return out
+
+
+def loss_and_gradient_(
+    logits: Float[Tensor, "rows draft_vocab"],
+    supervision: Teacher,
+    slots: Int[Tensor, " rows"],
+    weights: Float[Tensor, " rows"],
+    kind: LossKind,
+) -> Float[Tensor, ""]:
+    """Weighted loss of these rows; `logits` become its gradient, computed in fp32 (float64 for float64)."""
+    if logits.is_cuda:
+        from eagle3_train.drafter import loss_kernels
+
+        return loss_kernels.loss_and_gradient_(
+            logits, supervision.logits, supervision.lse, slots, weights, kind
+        ).sum()
+    z = logits.to(wide(logits.dtype))
+    log_q = z - z.logsumexp(-1, keepdim=True)
+    t = supervision.logits.index_select(0, slots).to(z.dtype)
+    log_p = t - supervision.lse.index_select(0, slots)[:, None]
+    values, gradient = ROW_LOSSES[kind](log_p, log_q)
+    logits.copy_(gradient.mul_(weights[:, None]))
+    return (values * weights).sum()
+
+
+RowLoss = tuple[Tensor, Tensor]
+"""(loss of each row, its gradient with respect to the logits)."""
+
+
+def _through_softmax(q: Tensor, d_q: Tensor) -> Tensor:
+    return q * (d_q - (q * d_q).sum(-1, keepdim=True))
+
+
+def _forward_kl(log_p: Tensor, log_q: Tensor) -> RowLoss:
+    p = log_p.exp()
+    return -(p * log_q).sum(-1), log_q.exp() - p
+
+
+def _hard_ce(log_p: Tensor, log_q: Tensor) -> RowLoss:
+    answer = log_p.argmax(-1, keepdim=True)
+    gradient = log_q.exp()
+    gradient.scatter_add_(-1, answer, -torch.ones_like(answer, dtype=gradient.dtype))
+    return -log_q.gather(-1, answer).squeeze(-1), gradient
+
+
+def _reverse_kl(log_p: Tensor, log_q: Tensor) -> RowLoss:
+    q, gap = log_q.exp(), log_q - log_p
+    return (q * gap).sum(-1), _through_softmax(q, gap)
+
+
+def _jsd(log_p: Tensor, log_q: Tensor) -> RowLoss:
+    p, q = log_p.exp(), log_q.exp()
+    log_m = ((p + q) / 2).log()
+    value = ((p * (log_p - log_m)).sum(-1) + (q * (log_q - log_m)).sum(-1)) / 2
+    return value, _through_softmax(q, (log_q - log_m) / 2)
+
+
+def _tv(log_p: Tensor, log_q: Tensor) -> RowLoss:
+    p, q = log_p.exp(), log_q.exp()
+    return (p - q).abs().sum(-1) / 2, _through_softmax(q, (q - p).sign() / 2)
+
+
+def _lk_alpha(log_p: Tensor, log_q: Tensor) -> RowLoss:
+    p, q = log_p.exp(), log_q.exp()
+    alpha = torch.minimum(p, q).sum(-1, keepdim=True)
+    return -alpha.log().squeeze(-1), _through_softmax(q, -(q < p).to(q.dtype) / alpha)
+
+
+def _lk_lambda(log_p: Tensor, log_q: Tensor) -> RowLoss:
+    p, q = log_p.exp(), log_q.exp()
+    tv, d_tv = _tv(log_p, log_q)
+    share = torch.exp(-LK_LAMBDA_RATE * (1 - tv)).detach()
+    kl = (p * (log_p - log_q)).sum(-1)
+    return share * kl + (1 - share) * tv, share[:, None] * (q - p) + (1 - share[:, None]) * d_tv
+
+
+ROW_LOSSES: dict[LossKind, Callable[[Tensor, Tensor], RowLoss]] = {
+    "forward_kl": _forward_kl,
+    "hard_ce": _hard_ce,
+    "reverse_kl": _reverse_kl,
+    "jsd": _jsd,
+    "tv": _tv,
+    "lk_alpha": _lk_alpha,
+    "lk_lambda": _lk_lambda,
+}

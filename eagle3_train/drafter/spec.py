@@ -1,0 +1,228 @@
+"""What a drafter is: its shape, its switches and its rotary embedding, as two frozen records.
+
+A `DrafterSpec` travels as JSON between stages (checkpoint, export, evaluation). It holds numbers only; the
+weights are in `model.py`. Both records refuse impossible values on construction.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from typing import Any, Literal
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+_TYPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_YARN_OPTIONS = (
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
+    "truncate",
+)
+# Text tokens have equal positions on all three mRoPE axes, so mRoPE is plain RoPE here.
+_IGNORED_KEYS = {"type", "rope_type", "rope_theta", "mrope_section", "mrope_interleaved"}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """Rotary embedding of one attention layer, in the terms of a model's `rope_parameters`.
+
+    `interleaved` rotates pairs (2i, 2i+1) (MLA); otherwise pairs (i, i + dim/2) (Llama).
+    """
+
+    rope_type: RopeType = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: float | None = None
+    truncate: bool = True
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rope_type not in _TYPE_KEYS:
+            raise ValueError(
+                f"rope_type is {self.rope_type!r}; the drafter knows {sorted(_TYPE_KEYS)}. "
+                "Set the drafter's RoPE explicitly to one of these."
+            )
+        missing = [key for key in _TYPE_KEYS[self.rope_type] if getattr(self, key) is None]
+        if missing:
+            raise ValueError(f"rope_type {self.rope_type!r} needs {missing}; add them.")
+        if self.theta <= 0 or self.factor <= 0:
+            raise ValueError(f"theta={self.theta}, factor={self.factor}: both must be positive.")
+
+    @classmethod
+    def from_parameters(cls, parameters: dict[str, Any], interleaved: bool = False) -> RopeSpec:
+        """Read a transformers-5 `rope_parameters` dict, or `rope_scaling` with `rope_theta` merged in."""
+        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+        rope_type = {"deepseek_yarn": "yarn", "mrope": "default"}.get(rope_type, rope_type)
+        if rope_type not in _TYPE_KEYS:
+            raise ValueError(
+                f"rope_type is {rope_type!r}; the drafter knows {sorted(_TYPE_KEYS)}. "
+                "Set the drafter's RoPE explicitly to one of these."
+            )
+        known = set(_TYPE_KEYS[rope_type]) | (set(_YARN_OPTIONS) if rope_type == "yarn" else set())
+        given = {key: value for key, value in parameters.items() if value is not None}
+        if given.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(
+                f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; "
+                "give the drafter a full rotary embedding explicitly."
+            )
+        unknown = set(given) - known - _IGNORED_KEYS
+        if rope_type == "default":
+            unknown -= {"factor", "original_max_position_embeddings"}
+        if unknown:
+            raise ValueError(f"unknown rope parameters {sorted(unknown)} for {rope_type!r}.")
+        fields = {key: given[key] for key in known if key in given}
+        theta = float(given.get("rope_theta", 10000.0))
+        return cls(rope_type=rope_type, theta=theta, interleaved=interleaved, **fields)
+
+    def parameters(self) -> dict[str, Any]:
+        """The same facts as a transformers-5 `rope_parameters` dict."""
+        out: dict[str, Any] = {"rope_type": self.rope_type, "rope_theta": self.theta}
+        keys = _TYPE_KEYS[self.rope_type] + (_YARN_OPTIONS if self.rope_type == "yarn" else ())
+        out.update({key: getattr(self, key) for key in keys if getattr(self, key) is not None})
+        return out
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterSpec:
+    """Shape and switches of an EAGLE-3 drafter. Sizes are counts of elements.
+
+    attention "llama": grouped-query heads of `head_dim`. attention "mla": DeepSeek/Kimi latent attention
+    with the five MLA sizes; there `num_kv_heads` equals `num_heads` and `head_dim` is qk_nope + qk_rope.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    max_position_embeddings: int
+    attention: Literal["llama", "mla"] = "llama"
+    target_hidden_size: int | None = None
+    """Width of one captured state; None means `hidden_size` (the only width the shared embedding allows)."""
+    num_layers: int = 1
+    num_aux: int = 3
+    rms_norm_eps: float = 1e-5
+    rope: RopeSpec = RopeSpec()
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    norm_output: bool = False
+    """Feed the normed output, not the residual stream, to the next step (EAGLE-3.1)."""
+    fc_norm: bool = False
+    """Normalise each auxiliary state on its own before `fc`."""
+    norm_before_fc: bool = False
+    """Normalise the concatenated auxiliary states before `fc` (Llama-style drafters only)."""
+
+    def __post_init__(self) -> None:
+        sizes = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.type == "int"
+        }
+        bad = {name: value for name, value in sizes.items() if value < 1}
+        if bad:
+            raise ValueError(f"sizes must be at least 1, got {bad}.")
+        if self.attention not in ("llama", "mla"):
+            raise ValueError(f"attention is {self.attention!r}; use 'llama' or 'mla'.")
+        if self.target_hidden_size not in (None, self.hidden_size):
+            raise ValueError(
+                f"hidden_size={self.hidden_size} differs from target_hidden_size="
+                f"{self.target_hidden_size}: the drafter shares the target's embedding, make them equal."
+            )
+        if self.draft_vocab_size > self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}; "
+                "draft at most the target's vocabulary."
+            )
+        if self.attention == "mla":
+            self._check_mla()
+        else:
+            self._check_llama()
+
+    def _check_llama(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}."
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim={self.head_dim} must be even for RoPE.")
+        if self.rope.interleaved:
+            raise ValueError("interleaved RoPE is MLA's; the Llama drafter is served with halves.")
+
+    def _check_mla(self) -> None:
+        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        missing = [name for name in names if not getattr(self, name)]
+        if missing:
+            raise ValueError(f"attention 'mla' needs {missing}; copy them from the target.")
+        if self.norm_before_fc:
+            raise ValueError("norm_before_fc is not served for MLA drafters; use fc_norm.")
+        if not self.rope.interleaved:
+            raise ValueError("MLA drafters are served with interleaved RoPE; set rope.interleaved.")
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(f"MLA has num_kv_heads == num_heads, got {self.num_kv_heads}.")
+        if self.head_dim != self.qk_head_dim or self.rope_dim % 2:
+            raise ValueError(
+                f"MLA head_dim={self.head_dim} must equal qk_nope + qk_rope = {self.qk_head_dim}, "
+                f"and qk_rope_head_dim={self.rope_dim} must be even."
+            )
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Width of one query or key head."""
+        if self.attention == "llama":
+            return self.head_dim
+        return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0)
+
+    @property
+    def value_dim(self) -> int:
+        """Width of one value head."""
+        return self.head_dim if self.attention == "llama" else self.v_head_dim or 0
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated width of one head."""
+        return self.head_dim if self.attention == "llama" else self.qk_rope_head_dim or 0
+
+    @property
+    def full_vocab(self) -> bool:
+        """Whether the drafter proposes from the whole target vocabulary."""
+        return self.draft_vocab_size == self.vocab_size
+
+    def to_json(self) -> str:
+        """Serialise; `from_json` restores an equal spec."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> DrafterSpec:
+        """Parse what `to_json` wrote; unknown keys are errors."""
+        fields = json.loads(text)
+        unknown = set(fields) - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise ValueError(
+                f"unknown drafter spec keys {sorted(unknown)}; was it written by a newer version?"
+            )
+        return cls(**{**fields, "rope": RopeSpec(**fields["rope"])})

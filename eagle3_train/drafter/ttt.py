@@ -1,0 +1,237 @@
+"""The training-time-test step: K teacher-forced drafting steps over one pack, and their loss.
+
+Alignment for one document, nothing shifted (t is local; x ids, a auxiliary states, L last states):
+
+  step k, start t     state h_k[t]      embedding of x[t+1+k]     drafts x[t+2+k]     teacher L[t+1+k]
+  k = 0               fc(a[t])                   x[t+1]                  x[t+2]               L[t+1]
+  k = 1               h_1[t]                     x[t+2]                  x[t+3]               L[t+2]
+
+What makes it fast, all of it exact:
+  rows        only supervised (k, t) rows are computed; others need at most their step-0 key and value
+  embedding   the half of q/k/v that reads the embedding depends on the token alone: computed once per token
+  teacher     once per supervised target token, whatever the number of steps
+  weights     one weight-gradient matmul over the rows of all steps (`stepwise`)
+  head        logits, loss and gradient in one pass over a chunk of rows (`losses`)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from eagle3_train.drafter import losses
+from eagle3_train.drafter.attention import QueryRows, StepAttention
+from eagle3_train.drafter.frozen import FrozenTarget
+from eagle3_train.drafter.layers import GatedDown, norm_fork, norm_fork_two, rms_norm
+from eagle3_train.drafter.losses import LossOptions
+from eagle3_train.drafter.modules import DecoderLayer, DrafterWeights
+from eagle3_train.drafter.projections import Projections, project
+from eagle3_train.drafter.rope import rope_tables, softmax_scale
+from eagle3_train.drafter.rows import PackedBatch, RowPlan
+from eagle3_train.drafter.stepwise import Stack, StepLinear, wide
+
+
+@dataclass(frozen=True, slots=True)
+class StepMetrics:
+    """Hits against the target's full-vocabulary argmax. A hit: the draft is that very token.
+
+    supervised[k] rows were drafted at step k; correct[k] of them hit, prefix[k] hit at steps 0..k.
+    accepted[i] is the number of leading hits of start i (in the order of `RowPlan.starts`).
+    """
+
+    supervised: tuple[int, ...]
+    correct: Int[Tensor, " steps"]
+    prefix: Int[Tensor, " steps"]
+    accepted: Int[Tensor, " starts"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Loss of one pack (a differentiable scalar), and metrics when they were asked for."""
+
+    loss: Float[Tensor, ""]
+    metrics: StepMetrics | None
+
+
+class LayerPass:
+    """One decoder layer during one forward pass: the weights, and what its steps share."""
+
+    def __init__(
+        self,
+        drafter: DrafterWeights,
+        layer: DecoderLayer,
+        rows: RowPlan,
+        queries: Sequence[int],
+        embedded: Tensor | None,
+    ) -> None:
+        spec, like = drafter.spec, layer.mlp.gate_proj.weight
+        counts = rows.counts[: rows.steps]
+        keys = [len(rows.context), *counts[1:]]
+        heads, dims = (spec.num_heads, spec.num_kv_heads), (spec.qk_head_dim, spec.value_dim)
+        self.attention = StepAttention(heads, dims, softmax_scale(spec), spec.rope.interleaved)
+        self.attention.place(queries, keys, like)
+        self.projections: Projections = project(spec, layer.self_attn, rows, embedded)
+        self.out = StepLinear(layer.self_attn.o_proj.weight, rows.steps)
+        self.gate = StepLinear(
+            layer.mlp.gate_proj.weight, rows.steps, Stack(queries, len(like), like)
+        )
+        self.up = StepLinear(layer.mlp.up_proj.weight, rows.steps, Stack(queries, len(like), like))
+        self.down = GatedDown(layer.mlp.down_proj.weight, queries)
+        self.norm, self.eps = layer.post_attention_layernorm.weight, spec.rms_norm_eps
+        self.normed = Stack(queries, spec.hidden_size, like)
+        self.d_attended = Stack(queries, spec.hidden_size, like)
+
+    def __call__(
+        self,
+        k: int,
+        residual: Float[Tensor, "rows hidden"],
+        normed: Float[Tensor, "key_rows hidden"],
+        rows: QueryRows,
+        select: Int[Tensor, " rows"] | None,
+    ) -> Float[Tensor, "rows hidden"]:
+        """The layer at step k. Keys come from every row of `normed`, queries from those in `select`."""
+        picked = normed if select is None else normed.index_select(0, select)
+        query = self.projections.query(k, picked)
+        key_value = self.projections.key_value(k, normed)
+        attended = self.out(k, self.attention(query, key_value, rows), residual)
+        residual, normed = norm_fork(
+            attended, self.norm, self.eps, (self.normed, k), (self.d_attended, k)
+        )
+        return self.down(k, self.gate(k, normed), self.up(k, normed), residual)
+
+
+def fuse_aux(
+    drafter: DrafterWeights, aux: Float[Tensor, "rows aux_hidden"]
+) -> Float[Tensor, "rows hidden"]:
+    """h_0: the auxiliary states through fc, normed first where the spec says so."""
+    spec = drafter.spec
+    if spec.norm_before_fc:
+        aux = rms_norm(aux, drafter.input_norm.weight, spec.rms_norm_eps)
+    if spec.fc_norm:
+        parts = zip(aux.chunk(spec.num_aux, -1), drafter.fc_norms, strict=True)
+        aux = torch.cat(
+            [rms_norm(part.contiguous(), w, spec.rms_norm_eps) for part, w in parts], -1
+        )
+    return F.linear(aux, drafter.fc.weight)
+
+
+def unroll(
+    drafter: DrafterWeights, batch: PackedBatch, target: FrozenTarget
+) -> list[Float[Tensor, "rows hidden"]]:
+    """Normed outputs of every step, ready for the draft head: one tensor per step, in one Stack."""
+    rows, spec, layers = batch.rows, drafter.spec, drafter.decoder_layers
+    steps, starts, eps = rows.steps, rows.starts, spec.rms_norm_eps
+    counts = rows.counts[:steps]
+    embedded = F.embedding(rows.context_ids, target.embed)
+    embedded = rms_norm(embedded, layers[0].input_layernorm.weight, eps)
+    passes = [
+        LayerPass(drafter, layer, rows, _query_counts(rows, layer is layers[-1]), e)
+        for layer, e in zip(layers, [embedded, *[None] * (len(layers) - 1)], strict=True)
+    ]
+    aux = batch.aux_hidden_states
+    hidden = fuse_aux(
+        drafter, aux if len(aux) == len(rows.context) else aux.index_select(0, rows.context)
+    )
+    angle_type = wide(hidden.dtype)
+    tables = rope_tables(spec, rows.max_position, hidden.device, angle_type)
+    outputs = Stack(counts, spec.hidden_size, hidden)
+    inputs = Stack((*counts[1:], 0), spec.hidden_size, hidden)
+    d_hidden = Stack(counts, spec.hidden_size, hidden)
+
+    residual, normed = norm_fork(hidden, layers[0].state_norm.weight, eps)
+    collected: list[Tensor] = []
+    for k in range(steps):
+        query_rows = QueryRows.of_step(rows, k, tables)
+        for layer, run in zip(layers, passes, strict=True):
+            if layer is not layers[0]:
+                residual, normed = norm_fork(hidden, layer.state_norm.weight, eps)
+            if k == 0 and layer is layers[-1]:
+                hidden = run(k, residual.index_select(0, starts), normed, query_rows, starts)
+            elif k == 0:
+                hidden = run(k, residual, normed, QueryRows.of_context(rows, tables), None)
+            else:
+                hidden = run(k, residual, normed, query_rows, None)
+        following = counts[k + 1] if k + 1 < steps else 0
+        state_norm = layers[0].state_norm.weight
+        if spec.norm_output:
+            output = rms_norm(hidden, drafter.norm.weight, eps)
+            residual, normed = norm_fork(output[:following], state_norm, eps)
+        else:
+            residual, normed, output = norm_fork_two(
+                hidden,
+                state_norm,
+                drafter.norm.weight,
+                eps,
+                following,
+                (inputs, k),
+                (outputs, k),
+                (d_hidden, k),
+            )
+        collected.append(output.clone() if spec.norm_output else output)  # the head overwrites it
+    return collected
+
+
+def _query_counts(rows: RowPlan, last: bool) -> list[int]:
+    """Query rows of each step: lower layers run every context row at step 0."""
+    counts = list(rows.counts[: rows.steps])
+    return counts if last else [len(rows.context), *counts[1:]]
+
+
+def training_step(
+    drafter: DrafterWeights,
+    batch: PackedBatch,
+    target: FrozenTarget,
+    options: LossOptions,
+    normaliser: float | Tensor,
+    metrics: bool,
+) -> StepOutput:
+    """Loss of one pack: sum over supervised rows of decay**k * loss / normaliser."""
+    rows = batch.rows
+    if rows.steps == 0:
+        return StepOutput(_untouched(drafter), _no_metrics(rows) if metrics else None)
+    outputs = unroll(drafter, batch, target)
+    with torch.no_grad():
+        states = losses.target_states(batch, target)
+        supervision = losses.teacher(states, target)
+        answers = None
+        if metrics or options.in_vocab_only:
+            answers = losses.target_answers(states, target)
+        keep = None
+        if options.in_vocab_only and target.t2d is not None and answers is not None:
+            keep = target.t2d.index_select(0, answers)
+        weights = losses.row_weights(rows, options.decay, keep, wide(states.dtype))
+    loss, drafts = losses.draft_loss(
+        outputs, drafter.lm_head.weight, supervision, rows, weights, options.kind, metrics
+    )
+    found = None
+    if drafts is not None and answers is not None:
+        proposed = target.draft_ids.index_select(0, drafts)
+        found = hits(rows, proposed == answers.index_select(0, rows.slots))
+    return StepOutput(loss / normaliser, found)
+
+
+@torch.no_grad()
+def hits(rows: RowPlan, correct: Tensor) -> StepMetrics:
+    """Per-step and leading hits from the hit of every flat row (bool[R])."""
+    accepted = torch.zeros(len(rows.starts), dtype=torch.int32, device=correct.device)
+    leading: Tensor | None = None
+    steps = len(rows.counts)
+    totals = torch.zeros(2, steps, dtype=torch.int64, device=correct.device)
+    for k in range(rows.steps):
+        hit = rows.at(correct, k)
+        leading = hit if leading is None else leading[: len(hit)] & hit
+        totals[0, k], totals[1, k] = hit.sum(), leading.sum()
+        accepted[: len(hit)] += leading
+    return StepMetrics(rows.counts, totals[0], totals[1], accepted)
+
+
+def _no_metrics(rows: RowPlan) -> StepMetrics:
+    return hits(rows, torch.zeros(0, dtype=torch.bool, device=rows.starts.device))
+
+
+def _untouched(drafter: DrafterWeights) -> Tensor:
+    """Zero with a zero gradient for every parameter, so that a rank without rows joins the collectives."""
+    return torch.stack([p.flatten()[:1].sum() * 0 for p in drafter.parameters()]).sum()

@@ -1,0 +1,182 @@
+"""AdamW with fp32 masters for bf16 parameters, clipping without a host sync, and the learning-rate schedule.
+
+One optimiser serves plain tensors, FSDP2 shards (DTensors) and CPU. Nothing here reads a value back from the
+device: the gradient norm is a tensor, and an update with a non-finite norm changes nothing, on device.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.adamw import adamw
+
+Decay = Literal["cosine", "linear", "constant"]
+
+
+def learning_rate(
+    done: float, *, peak: float, warmup: float, total: float, decay: Decay, floor: float = 0.0
+) -> float:
+    """Learning rate after `done` of `total` units (samples or steps, as long as all three agree).
+
+    Rises linearly over `warmup` units, then falls to floor * peak at `total`.
+    """
+    if done < warmup:
+        return peak * done / warmup
+    progress = min(1.0, (done - warmup) / max(total - warmup, 1e-9))
+    shape = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "constant": 1.0,
+    }[decay]
+    return peak * (floor + (1 - floor) * shape)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, gradient or state."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class AdamW(torch.optim.Optimizer):
+    """Decoupled-weight-decay Adam. Matrices decay, vectors (norm scales) do not.
+
+    State per parameter: step, exp_avg, exp_avg_sq and, for parameters below fp32, `master`; the tensors are
+    sharded like their parameter, so a distributed checkpoint can reshard them.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        self.max_grad_norm = max_grad_norm
+        parameters = list(parameters)
+        groups = [
+            {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
+            {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        defaults = {"lr": lr, "betas": betas, "eps": eps}
+        super().__init__([group for group in groups if group["params"]], defaults)
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """Global 2-norm of all gradients (fp32 scalar on device), summed over the ranks that hold shards."""
+        grads = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        norms = torch._foreach_norm([_local(g) for g in grads], 2, dtype=torch.float32)
+        squares = torch.stack(norms).square().sum()
+        sharded = next((g for g in grads if isinstance(g, DTensor)), None)
+        if sharded is not None:
+            dist.all_reduce(squares, group=sharded.device_mesh.get_group())
+        return squares.sqrt()
+
+    def set_lr(self, lr: float) -> None:
+        """Learning rate of the next step."""
+        for group in self.param_groups:
+            group["lr"] = lr
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore; the fp32 state stays fp32 (torch would cast it to the parameters' dtype)."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved, own, strict=True):
+            state = state_dict["state"].get(index, {})
+            self.state[parameter] = {
+                name: value.to(parameter.device, copy=True) for name, value in state.items()
+            }
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Tensor:  # type: ignore[override]
+        """Clip, update, and return the norm before clipping. A non-finite norm leaves everything as it was."""
+        assert closure is None
+        norm = self.grad_norm()
+        inverse = torch.clamp(
+            (norm + 1e-6) / self.max_grad_norm, min=1.0
+        )  # gradients are divided by it
+        skip = (~norm.isfinite()).float()
+        for group in self.param_groups:
+            kept = [p for p in group["params"] if p.grad is not None]
+            states = [self._state(p) for p in kept]
+            if kept and kept[0].is_cuda and kept[0].dtype == torch.bfloat16:
+                self._triton_update(kept, states, group, inverse, skip)
+            else:
+                self._torch_update(kept, states, group, inverse, skip)
+        return norm
+
+    def _state(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            device = _local(parameter).device
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+            if parameter.dtype != torch.float32:
+                state["master"] = parameter.detach().to(torch.float32)
+        return state  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _torch_update(
+        parameters: list[Tensor],
+        states: list[dict[str, Tensor]],
+        group: dict[str, Any],
+        inverse: Tensor,
+        skip: Tensor,
+    ) -> None:
+        masters = [_local(s.get("master", p)) for p, s in zip(parameters, states, strict=True)]
+        adamw(
+            masters,
+            [_local(p.grad).float() for p in parameters if p.grad is not None],
+            [_local(s["exp_avg"]) for s in states],
+            [_local(s["exp_avg_sq"]) for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            grad_scale=inverse,
+            found_inf=skip,
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+        for parameter, state, master in zip(parameters, states, masters, strict=True):
+            if "master" in state:
+                _local(parameter).copy_(master)
+
+    @staticmethod
+    def _triton_update(
+        parameters: list[Tensor],
+        states: list[dict[str, Tensor]],
+        group: dict[str, Any],
+        inverse: Tensor,
+        skip: Tensor,
+    ) -> None:
+        from eagle3_train.training import optim_kernels
+
+        for parameter, state in zip(parameters, states, strict=True):
+            assert parameter.grad is not None
+            optim_kernels.adamw_(
+                _local(parameter),
+                _local(parameter.grad),
+                _local(state["master"]),
+                _local(state["exp_avg"]),
+                _local(state["exp_avg_sq"]),
+                state["step"],
+                inverse,
+                skip,
+                group["lr"],
+                *group["betas"],
+                group["eps"],
+                group["weight_decay"],
+            )

@@ -1,0 +1,130 @@
+"""Tiny drafters, targets and documents that the drafter tests share."""
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from eagle3_train.drafter.frozen import FrozenTarget
+from eagle3_train.drafter.model import Eagle3Drafter
+from eagle3_train.drafter.reference import Document
+from eagle3_train.drafter.rows import PackedBatch, plan_rows
+from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+
+VOCAB, HIDDEN = 48, 24
+
+
+def llama_spec(**changes: object) -> DrafterSpec:
+    fields: dict[str, object] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 40,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 6,
+        "vocab_size": VOCAB,
+        "draft_vocab_size": 20,
+        "max_position_embeddings": 128,
+        "rope": RopeSpec(theta=100.0),
+    }
+    return DrafterSpec(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def mla_spec(**changes: object) -> DrafterSpec:
+    fields: dict[str, object] = {
+        "attention": "mla",
+        "num_kv_heads": 4,
+        "head_dim": 10,
+        "q_lora_rank": 12,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 6,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 5,
+        "rope": RopeSpec(
+            rope_type="yarn",
+            theta=100.0,
+            factor=4.0,
+            original_max_position_embeddings=16,
+            mscale=1.0,
+            mscale_all_dim=0.7,
+            interleaved=True,
+        ),
+    }
+    return llama_spec(**{**fields, **changes})
+
+
+def make_target(spec: DrafterSpec, seed: int = 0) -> FrozenTarget:
+    g = torch.Generator().manual_seed(seed)
+    d2t = t2d = None
+    if not spec.full_vocab:
+        ids = torch.randperm(spec.vocab_size, generator=g)[: spec.draft_vocab_size].sort().values
+        d2t = ids - torch.arange(len(ids))
+        t2d = torch.isin(torch.arange(spec.vocab_size), ids)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    return FrozenTarget(
+        embed=normal(spec.vocab_size, spec.hidden_size),
+        lm_head=normal(spec.vocab_size, spec.hidden_size) * 0.5,
+        norm_weight=1 + 0.1 * normal(spec.hidden_size),
+        norm_eps=1e-5,
+        d2t=d2t,
+        t2d=t2d,
+    )
+
+
+def make_drafter(spec: DrafterSpec, seed: int = 1) -> Eagle3Drafter:
+    g = torch.Generator().manual_seed(seed)
+    drafter = Eagle3Drafter(spec, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            noise = torch.randn(parameter.shape, generator=g, dtype=torch.float64)
+            scale = parameter.shape[-1] ** -0.5
+            parameter.copy_(noise * scale if parameter.ndim > 1 else 1 + 0.1 * noise)
+    return drafter
+
+
+def make_document(spec: DrafterSpec, mask: Sequence[int], seed: int) -> Document:
+    g = torch.Generator().manual_seed(seed)
+    n = len(mask)
+    return Document(
+        ids=torch.randint(spec.vocab_size, (n,), generator=g),
+        mask=torch.tensor(mask, dtype=torch.bool),
+        aux=torch.randn(n - 1, spec.num_aux * spec.hidden_size, generator=g, dtype=torch.float64),
+        last=torch.randn(n - 1, spec.hidden_size, generator=g, dtype=torch.float64),
+    )
+
+
+def pack(documents: Sequence[Document], ttt_steps: int) -> PackedBatch:
+    ids = [document.ids.numpy() for document in documents]
+    masks = [np.asarray(document.mask) for document in documents]
+    return PackedBatch(
+        plan_rows(ids, masks, ttt_steps),
+        torch.cat([document.aux for document in documents]),
+        torch.cat([document.last for document in documents]),
+    )
+
+
+def gradients(drafter: Eagle3Drafter) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in drafter.named_parameters()
+    }
+
+
+def twin(drafter: Eagle3Drafter) -> Eagle3Drafter:
+    other = copy.deepcopy(drafter)
+    other.zero_grad()
+    return other
+
+
+# one answer; two turns; supervised from the first token; nothing; an answer shorter than a chain; a lone token
+MASKS = (
+    [0, 0, 0, 1, 1, 1, 1, 1, 1],
+    [0, 1, 1, 1, 0, 0, 1, 1, 1, 1, 0],
+    [1, 1, 1, 1, 1, 1],
+    [0, 0, 0, 0, 0],
+    [0, 0, 1, 1, 1],
+    [0, 0, 0, 1, 0],
+)

@@ -1,0 +1,229 @@
+"""Specs survive JSON, refuse the impossible, and rotate as the HF formulas say."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from eagle3_train.drafter.frozen import check_draft_mapping
+from eagle3_train.drafter.model import Eagle3Drafter, init_from_target, load_weights
+from eagle3_train.drafter.rope import (
+    inverse_frequencies,
+    rope_tables,
+    rotate,
+    softmax_scale,
+    table_gain,
+)
+from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+from tests.unit.drafter_cases import llama_spec, make_drafter, make_target, mla_spec
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+KIMI = {
+    "type": "yarn",
+    "rope_theta": 50000.0,
+    "factor": 64.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    "spec", [llama_spec(), mla_spec(), llama_spec(rope=RopeSpec.from_parameters(LLAMA3))]
+)
+def test_a_spec_survives_json(spec):
+    assert DrafterSpec.from_json(spec.to_json()) == spec
+
+
+def test_rope_parameters_round_trip():
+    for parameters in (
+        LLAMA3,
+        {**KIMI, "rope_type": "yarn"},
+        {"rope_type": "default", "rope_theta": 1e6},
+    ):
+        spec = RopeSpec.from_parameters(parameters)
+        assert RopeSpec.from_parameters(spec.parameters()) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": 0}, "at least 1"),
+        ({"draft_vocab_size": 49}, "exceeds vocab_size"),
+        ({"num_kv_heads": 3}, "not a multiple"),
+        ({"head_dim": 7}, "must be even"),
+        ({"target_hidden_size": 32}, "make them equal"),
+        ({"attention": "mha"}, "use 'llama' or 'mla'"),
+        ({"rope": RopeSpec(interleaved=True)}, "interleaved"),
+        ({"attention": "mla", "num_kv_heads": 4}, "copy them from the target"),
+    ],
+)
+def test_an_impossible_spec_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        llama_spec(**changes)
+
+
+def test_an_mla_spec_must_be_served_as_vllm_serves_it():
+    with pytest.raises(ValueError, match="norm_before_fc"):
+        mla_spec(norm_before_fc=True)
+    with pytest.raises(ValueError, match="interleaved"):
+        mla_spec(rope=RopeSpec())
+
+
+@pytest.mark.parametrize(
+    ("parameters", "message"),
+    [
+        ({"rope_type": "longrope"}, "longrope"),
+        ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_type": "linear", "factor": 2.0, "alpha": 3.0}, "alpha"),
+    ],
+)
+def test_a_rope_that_cannot_be_trained_is_refused(parameters, message):
+    with pytest.raises(ValueError, match=message):
+        RopeSpec.from_parameters(parameters)
+
+
+def test_unknown_spec_keys_are_refused():
+    text = llama_spec().to_json().replace('"num_aux"', '"num_auxiliary"')
+    with pytest.raises(ValueError, match="num_auxiliary"):
+        DrafterSpec.from_json(text)
+
+
+def test_scaled_frequencies_equal_transformers():
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    config_type = pytest.importorskip("transformers").LlamaConfig
+    for parameters in (
+        LLAMA3,
+        {**KIMI, "rope_type": "yarn"},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
+    ):
+        parameters = {key: value for key, value in parameters.items() if key != "type"}
+        spec = llama_spec(head_dim=64, rope=RopeSpec.from_parameters(parameters))
+        config = config_type(
+            hidden_size=256,
+            num_attention_heads=4,
+            head_dim=64,
+            rope_parameters=dict(parameters),
+            max_position_embeddings=262144,
+        )
+        expected, gain = rope_utils.ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+            config, torch.device("cpu")
+        )
+        torch.testing.assert_close(inverse_frequencies(spec.rope, 64), expected, rtol=2e-6, atol=0)
+        assert table_gain(spec) == pytest.approx(gain)
+
+
+def test_kimi_mla_scales_the_softmax_and_not_the_table():
+    spec = mla_spec(rope=RopeSpec.from_parameters(KIMI, interleaved=True))
+    gain = 0.1 * torch.log(torch.tensor(64.0)).item() + 1
+    assert table_gain(spec) == pytest.approx(1.0)
+    assert softmax_scale(spec) == pytest.approx(10**-0.5 * gain**2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_depends_on_relative_position_only(interleaved):
+    spec = llama_spec(head_dim=8)
+    cos, sin = rope_tables(spec, 40, torch.device("cpu"), torch.float64)
+    q, k = torch.randn(2, 1, 1, 8, dtype=torch.float64)
+    near = (
+        rotate(q, cos[7:8], sin[7:8], interleaved) * rotate(k, cos[3:4], sin[3:4], interleaved)
+    ).sum()
+    far = (
+        rotate(q, cos[37:38], sin[37:38], interleaved)
+        * rotate(k, cos[33:34], sin[33:34], interleaved)
+    ).sum()
+    torch.testing.assert_close(near, far, rtol=1e-5, atol=1e-7)
+
+
+def test_parameters_carry_the_exported_names():
+    layer = [
+        "self_attn.q_proj",
+        "self_attn.k_proj",
+        "self_attn.v_proj",
+        "self_attn.o_proj",
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        "input_layernorm",
+        "post_attention_layernorm",
+    ]
+    expected = {"fc.weight", "norm.weight", "lm_head.weight", "midlayer.hidden_norm.weight"}
+    expected |= {f"midlayer.{name}.weight" for name in layer}
+    assert set(Eagle3Drafter(llama_spec()).state_dict()) == expected
+    deeper = set(
+        Eagle3Drafter(llama_spec(num_layers=2, fc_norm=True, norm_before_fc=True)).state_dict()
+    )
+    expected |= {f"layers.1.{name}.weight" for name in layer} | {
+        f"fc_norm.{i}.weight" for i in range(3)
+    }
+    assert deeper == expected | {"input_norm.weight"}
+    mla = [
+        "q_a_proj",
+        "q_a_layernorm",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_a_layernorm",
+        "kv_b_proj",
+        "o_proj",
+    ]
+    names = {n.split(".")[2] for n in Eagle3Drafter(mla_spec()).state_dict() if ".self_attn." in n}
+    assert names == set(mla)
+
+
+def test_initialisation_copies_head_and_norm_from_the_target():
+    spec = llama_spec()
+    target, drafter = make_target(spec), Eagle3Drafter(spec, dtype=torch.float64)
+    init_from_target(drafter, target, torch.Generator().manual_seed(0))
+    assert torch.equal(drafter.lm_head.weight, target.lm_head[torch.arange(20) + target.d2t])
+    assert torch.equal(drafter.norm.weight, target.norm_weight)
+    assert all(p.isfinite().all() for p in drafter.parameters())
+    again = Eagle3Drafter(spec, dtype=torch.float64)
+    init_from_target(again, target, torch.Generator().manual_seed(0))
+    assert torch.equal(again.fc.weight, drafter.fc.weight)
+
+
+def test_a_warm_start_restores_every_parameter_under_either_layer_name():
+    spec = mla_spec()
+    source, copy = make_drafter(spec), make_drafter(spec, seed=9)
+    tensors = {name.replace("midlayer.", "layers.0."): t for name, t in source.state_dict().items()}
+    load_weights(copy, {**tensors, "d2t": torch.zeros(20), "t2d": torch.zeros(48)})
+    assert all(
+        torch.equal(a, b) for a, b in zip(source.parameters(), copy.parameters(), strict=True)
+    )
+
+
+def test_a_warm_start_from_another_shape_says_what_does_not_fit():
+    tensors = dict(make_drafter(llama_spec(intermediate_size=56)).state_dict())
+    tensors["extra.weight"] = tensors.pop("fc.weight")
+    with pytest.raises(
+        ValueError, match=r"missing \['fc.weight'\], unknown \['extra.weight'\].*mlp"
+    ):
+        load_weights(make_drafter(llama_spec()), tensors)
+
+
+def test_a_broken_draft_mapping_is_refused():
+    target = make_target(llama_spec())
+    check_draft_mapping(target.d2t, target.t2d, 20)
+    with pytest.raises(ValueError, match="rebuild the mapping"):
+        check_draft_mapping(target.d2t, target.t2d, 19)
+    with pytest.raises(ValueError, match="offsets, not ids"):
+        check_draft_mapping(target.draft_ids, target.t2d, 20)
+    other = make_target(llama_spec(), seed=4)
+    with pytest.raises(ValueError, match="does not mark"):
+        check_draft_mapping(target.d2t, other.t2d, 20)
+
+
+def test_the_target_stays_out_of_the_state_dict():
+    drafter = make_drafter(llama_spec())
+    assert not {name for name in drafter.state_dict() if "embed" in name or "d2t" in name}
+    assert dataclasses.is_dataclass(make_target(llama_spec()))
