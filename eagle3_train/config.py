@@ -215,7 +215,9 @@ class TrainConfig(Section):
     """Unroll depth of training-time test."""
     decay: float = Field(0.8, gt=0, le=1)
     """Weight of TTT step k is decay**k."""
-    loss: Literal["forward_kl", "cross_entropy", "reverse_kl", "jsd", "tv"] = "forward_kl"
+    loss: Literal["forward_kl", "hard_ce", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"] = (
+        "forward_kl"
+    )
     """Distance between teacher and drafter."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type of the drafter; masters and loss are float32."""
@@ -237,6 +239,35 @@ class TrainConfig(Section):
     """Worker-group restarts before the job gives up."""
     max_bad_samples: float = Field(0.005, ge=0, le=1)
     """Share of captured samples that may be skipped as non-finite or mismatched."""
+
+
+class PreflightConfig(Section):
+    """What is checked before anything is spent, and the cluster it is checked against."""
+
+    skip: tuple[str, ...] = ()
+    """Names of checks whose failure does not stop a job."""
+    vllm_version: str | None = None
+    """Judge against the shipped table of this vLLM; null means the installed one."""
+    sglang_version: str | None = None
+    """Judge serving against the shipped table of this SGLang; null means the installed or newest one."""
+    nodes: PositiveInt = 1
+    """Nodes of the cluster."""
+    gpus_per_node: NonNegativeInt | None = None
+    """GPUs of one node; null means those of this machine."""
+    gpu_memory_bytes: PositiveInt | None = None
+    """Memory of one GPU; null means that of this machine's."""
+    samples: PositiveInt | None = None
+    """Samples the plan assumes; null means corpus.limit."""
+    mean_tokens: PositiveInt | None = None
+    """Mean tokens of a sample in the plan; null means corpus.max_len."""
+    capture_tokens_per_s: PositiveFloat | None = None
+    """Measured capture rate of one replica; null predicts no hours."""
+    train_tokens_per_s: PositiveFloat | None = None
+    """Measured training rate of one worker; null predicts no hours."""
+    upload_limit_bytes: PositiveInt = 100 * 1024 * 1024
+    """Largest job package `ray job submit` accepts (the dashboard's limit)."""
+    live_samples: PositiveInt = 6
+    """Prompts the live depth reads."""
 
 
 class ExportConfig(Section):
@@ -298,6 +329,8 @@ class JobConfig(Section):
     """Parent of run directories; on storage every node sees when there are several nodes."""
     skip_preflight: bool = False
     """Do not run the static preflight before training."""
+    preflight: PreflightConfig = PreflightConfig()
+    """Checks before anything is spent."""
     target: TargetConfig
     """The frozen model."""
     drafter: DrafterConfig = DrafterConfig()

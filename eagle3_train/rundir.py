@@ -64,6 +64,11 @@ class RunDir:
         return self.root / "train"
 
     @property
+    def initial_weights(self) -> Path:
+        """The drafter before its first step, safetensors."""
+        return self.root / "train" / "initial.safetensors"
+
+    @property
     def train_result(self) -> Path:
         """Outcome of training: counts, bytes, best checkpoint."""
         return self.root / "train" / "result.json"

@@ -1,0 +1,131 @@
+"""Everything one training worker holds between optimiser steps."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import ray.train.torch
+import torch
+import torch.distributed as dist
+
+from eagle3_train.config import JobConfig
+from eagle3_train.drafter.frozen import FrozenTarget
+from eagle3_train.drafter.model import Eagle3Drafter
+from eagle3_train.records import Sample
+from eagle3_train.runlog import log
+from eagle3_train.stream.ledger import Ledger
+from eagle3_train.stream.plan import PlanShape, Window, plan_run
+from eagle3_train.training import checkpoint
+from eagle3_train.training.initial import frozen_target, load_initial, spec_of
+from eagle3_train.training.optim import AdamW
+from eagle3_train.training.shard import shard
+
+
+@dataclass(slots=True)
+class TrainState:
+    """One rank: model, optimiser, position in the data. step counts optimiser steps made."""
+
+    config: JobConfig
+    rank: int
+    ranks: int
+    device: torch.device
+    dtype: torch.dtype
+    drafter: Eagle3Drafter
+    frozen: FrozenTarget
+    optimizer: AdamW
+    train: list[Sample]
+    held_out: list[Sample]
+    ledger: Ledger
+    step: int = 0
+    total_steps: int = 0
+    bad_samples: int = 0
+    expected_acceptance_length: float = 0.0
+
+    @classmethod
+    def create(cls, config: JobConfig, train: list[Sample], held_out: list[Sample]) -> TrainState:
+        """Build this rank's part of the drafter and its optimiser, at the initial weights."""
+        context = ray.train.get_context()
+        ranks, device = context.get_world_size(), ray.train.torch.get_device()
+        dtype = getattr(torch, config.train.dtype)
+        if device.type == "cpu":
+            torch.set_num_threads(config.train.torch_threads)
+        drafter = Eagle3Drafter(spec_of(config))
+        load_initial(config, drafter)
+        drafter.to(device, dtype if ranks == 1 else torch.float32)  # FSDP2 casts float32 shards
+        shard(drafter, ranks, device, dtype)
+        return cls(
+            config=config,
+            rank=context.get_world_rank(),
+            ranks=ranks,
+            device=device,
+            dtype=dtype,
+            drafter=drafter,
+            frozen=frozen_target(config, dtype).to(device, dtype),
+            optimizer=AdamW(
+                drafter.parameters(),
+                lr=config.train.lr,
+                betas=config.train.betas,
+                weight_decay=config.train.weight_decay,
+                max_grad_norm=config.train.grad_clip,
+            ),
+            train=train,
+            held_out=held_out,
+            ledger=Ledger(config.train.epochs, len(train)),
+        )
+
+    def restore(self) -> None:
+        """Continue from Ray Train's latest checkpoint, if there is one."""
+        latest = ray.train.get_checkpoint()
+        if latest is None:
+            return
+        with latest.as_directory() as folder:
+            saved = checkpoint.restore(Path(folder), self.drafter, self.optimizer)
+        self.step = saved["step"]
+        self.bad_samples = saved["bad_samples"]
+        self.expected_acceptance_length = saved["expected_acceptance_length"]
+        self.ledger = Ledger.from_hex(saved["ledger"], self.config.train.epochs, len(self.train))
+        log.info("restored step %d: %d pairs trained", self.step, self.ledger.count)
+
+    def plan(self) -> list[Window]:
+        """Windows still to do; sets the length of the learning-rate schedule."""
+        train = self.config.train
+        shape = PlanShape(
+            ranks=self.ranks,
+            accumulation=train.accumulation,
+            tokens_per_pack=self.config.stream.tokens_per_pack,
+            epochs=train.epochs,
+            seed=train.seed,
+            eval_every=train.eval_every,
+        )
+        windows = plan_run(self.train, self.held_out, shape, self.ledger.trained, self.step)
+        self.total_steps = max((w.step for w in windows), default=self.step)
+        return windows
+
+    def sample(self, row: int) -> Sample:
+        """Row of the plan: training samples first, held-out ones after them."""
+        return self.train[row] if row < len(self.train) else self.held_out[row - len(self.train)]
+
+    def agree(self, decide: Callable[[], int]) -> int:
+        """One number for all ranks, decided by rank 0."""
+        number = torch.tensor([decide() if self.rank == 0 else 0], dtype=torch.int64)
+        number = number.to(self.device)
+        dist.broadcast(number, src=0)
+        return int(number.item())
+
+    def save(self, metrics: dict[str, Any]) -> None:
+        """Report a checkpoint to Ray Train; every rank must call it at the same step."""
+        state = {
+            "rank": self.rank,
+            "step": self.step,
+            "ledger": self.ledger.to_hex(),
+            "bad_samples": self.bad_samples,
+            "expected_acceptance_length": self.expected_acceptance_length,
+        }
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint.save(Path(folder), self.drafter, self.optimizer, state)
+            ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))

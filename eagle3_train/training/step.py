@@ -1,0 +1,197 @@
+"""One optimiser step, and one held-out evaluation, of one rank.
+
+Both pull the rank's packs of a window from the stream, in order; nothing of a pack is kept after they
+return, so the caller may acknowledge the window.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from eagle3_train.drafter.losses import LossOptions
+from eagle3_train.drafter.rows import PackedBatch, plan_rows
+from eagle3_train.drafter.ttt import StepMetrics
+from eagle3_train.drafter.walk import walk_answers
+from eagle3_train.runlog import log
+from eagle3_train.stream.pipeline import CapturedPack
+from eagle3_train.stream.plan import Window
+from eagle3_train.training.optim import learning_rate
+from eagle3_train.training.state import TrainState
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or a gradient is not finite; nothing was updated."""
+
+
+class TooManyBadSamplesError(RuntimeError):
+    """More captured samples were unusable than train.max_bad_samples allows."""
+
+
+def train_step(state: TrainState, window: Window, packs: Iterator[CapturedPack]) -> dict[str, Any]:
+    """Train on one window and return its metrics; empty off the log interval.
+
+    The loss is normalised by the supervised starts of the whole window over all ranks, so a token
+    weighs the same however it was batched. FSDP averages gradients over ranks: hence times ranks.
+    """
+    config, started, wait_s = state.config.train, time.monotonic(), 0.0
+    logged = window.step % config.log_every == 0
+    options = LossOptions(kind=config.loss, decay=config.decay)
+    tally = Tally(config.ttt_steps, state.device)
+    for _ in range(config.accumulation):
+        asked = time.monotonic()
+        batch = packed_batch(state, next(packs))
+        wait_s += time.monotonic() - asked
+        out = state.drafter(batch, state.frozen, options, float(max(window.starts, 1)), logged)
+        (out.loss * state.ranks).backward()
+        tally.add(out.loss.detach(), out.metrics)
+    lr = learning_rate(
+        window.step,
+        peak=config.lr,
+        warmup=config.warmup_ratio * state.total_steps,
+        total=state.total_steps,
+        decay="cosine",
+        floor=config.min_lr_ratio,
+    )
+    state.optimizer.set_lr(lr)
+    grad_norm = state.optimizer.step()
+    state.optimizer.zero_grad()
+    state.step = window.step
+    state.ledger.mark(entry for pack in window.packs for entry in pack.entries)
+    if not logged:
+        return {}
+    loss, accuracy, prefix = tally.reduce(state.ranks)
+    if not (math.isfinite(loss) and math.isfinite(float(grad_norm))):
+        raise NonFiniteLossError(
+            f"step {window.step}: loss {loss}, gradient norm {float(grad_norm)} "
+            f"(samples {[pack.entries for pack in window.packs]}); nothing of this step is kept"
+        )
+    wall_s = time.monotonic() - started
+    return {
+        "epoch": state.ledger.count / len(state.train),
+        "train/loss": loss,
+        "train/accuracy_k": accuracy,
+        "train/prefix_accuracy_k": prefix,
+        "train/lr": lr,
+        "train/grad_norm": float(grad_norm),
+        "perf/tokens": window.tokens,
+        "perf/tokens_per_s": window.tokens / wall_s,
+        "perf/data_wait_frac": wait_s / wall_s,
+        "perf/step_s": wall_s,
+    }
+
+
+class Tally:
+    """Sums of one window: loss, and hits per TTT step; no host sync before `reduce`."""
+
+    def __init__(self, ttt_steps: int, device: torch.device) -> None:
+        self._loss = torch.zeros(1, dtype=torch.float64, device=device)
+        self._hits = torch.zeros(3, ttt_steps, dtype=torch.float64, device=device)
+
+    def add(self, loss: torch.Tensor, metrics: StepMetrics | None) -> None:
+        """Add one pack."""
+        self._loss += loss
+        if metrics is not None:
+            rows = torch.tensor(metrics.supervised, device=self._hits.device)
+            self._hits += torch.stack([rows, metrics.correct, metrics.prefix])
+
+    def reduce(self, ranks: int) -> tuple[float, list[float], list[float]]:
+        """Loss, step accuracy and prefix accuracy per TTT step, over all ranks."""
+        sums = torch.cat([self._loss, self._hits.flatten()])
+        if ranks > 1:
+            dist.all_reduce(sums)
+        loss, rows, correct, prefix = sums[0], *sums[1:].view(3, -1)
+        rows = rows.clamp(min=1)
+        return float(loss), (correct / rows).tolist(), (prefix / rows).tolist()
+
+
+def packed_batch(state: TrainState, captured: CapturedPack) -> PackedBatch:
+    """A pack as tensors on the training device; samples that came back wrong supervise nothing."""
+    samples = [state.sample(row) for _, row in captured.pack.entries]
+    masks = [s.loss_mask & (index not in captured.bad) for index, s in enumerate(samples)]
+    if captured.bad:
+        _count_bad(state, captured)
+    rows = plan_rows([s.input_ids for s in samples], masks, state.config.train.ttt_steps)
+    width = state.drafter.spec.num_aux * state.drafter.spec.hidden_size
+    if captured.states is None:
+        states = torch.zeros(0, width + state.drafter.spec.hidden_size)
+    else:
+        with warnings.catch_warnings():  # the array is read-only, and only read
+            warnings.simplefilter("ignore", UserWarning)
+            states = torch.from_numpy(captured.states)
+        if captured.states.dtype == np.int16:
+            states = states.view(torch.bfloat16)
+    states = states.to(state.device, state.dtype, non_blocking=True)
+    return PackedBatch(rows.to(state.device), states[:, :width], states[:, width:])
+
+
+def _count_bad(state: TrainState, captured: CapturedPack) -> None:
+    """Log and count unusable samples; too many of them stop the run."""
+    for index, reason in captured.bad.items():
+        epoch, row = captured.pack.entries[index]
+        log.warning("sample %s (epoch %d): %s", state.sample(row).id, epoch, reason)
+    state.bad_samples += len(captured.bad)
+    allowed = state.config.train.max_bad_samples * state.config.train.epochs * len(state.train)
+    if state.bad_samples > max(allowed, 1):
+        raise TooManyBadSamplesError(
+            f"{state.bad_samples} captured samples were unusable, more than train.max_bad_samples="
+            f"{state.config.train.max_bad_samples} allows; run the live preflight on this target"
+        )
+
+
+class Evaluation:
+    """Walks held-out greedy rollouts as the engine does; one evaluation may span several windows."""
+
+    def __init__(self, state: TrainState) -> None:
+        self._state = state
+        self._steps = state.config.train.ttt_steps
+        self._start()
+
+    def _start(self) -> None:
+        self._tally = Tally(self._steps, self._state.device)
+        self._walked = np.zeros((2, self._steps), dtype=np.int64)  # rounds, accepted for k = 1..
+
+    def add(self, window: Window, packs: Iterator[CapturedPack]) -> dict[str, Any]:
+        """Walk one window's packs; metrics after the window that closes the evaluation, else empty."""
+        state = self._state
+        options = LossOptions(kind=state.config.train.loss, decay=state.config.train.decay)
+        batch = packed_batch(state, next(packs))
+        with torch.no_grad():
+            out = state.drafter(batch, state.frozen, options, float(max(window.starts, 1)), True)
+        assert out.metrics is not None
+        self._tally.add(out.loss.detach(), out.metrics)
+        starts = batch.rows.starts.cpu()
+        walked = walk_answers(
+            out.metrics.accepted.cpu().numpy(),
+            starts.numpy(),
+            batch.rows.begin.cpu()[starts].numpy(),
+            self._steps,
+        )
+        self._walked += np.stack([walked.rounds, walked.accepted])
+        return self._finish() if window.closes else {}
+
+    def _finish(self) -> dict[str, Any]:
+        """Reduce over ranks and start afresh."""
+        loss, accuracy, prefix = self._tally.reduce(self._state.ranks)
+        walked = torch.from_numpy(self._walked).to(self._state.device)
+        if self._state.ranks > 1:
+            dist.all_reduce(walked)
+        rounds, accepted = walked.cpu().numpy()
+        lengths = 1.0 + accepted / np.maximum(rounds, 1)
+        self._start()
+        served = min(self._state.config.evaluate.num_speculative_tokens, self._steps)
+        self._state.expected_acceptance_length = float(lengths[served - 1])
+        return {
+            "eval/expected_acceptance_length": float(lengths[served - 1]),
+            "eval/expected_by_k": lengths.tolist(),
+            "eval/loss": loss,
+            "eval/step_accuracy": accuracy,
+            "eval/prefix_accuracy_k": prefix,
+        }

@@ -1,0 +1,33 @@
+"""From prompts to a measured drafter: `pipeline.py -c FILE... [section.field=value ...]`.
+
+rollout -> train -> export -> evaluate -> report. Run it again and it completes what is missing.
+"""
+
+from eagle3_train.config import JobConfig
+from eagle3_train.engines.pool import engine_pool
+from eagle3_train.rundir import RunDir
+from eagle3_train.runlog import stage_timer
+from eagle3_train.stages import evaluate, export, preflight, report, rollout, train
+from ray_jobs import cli
+
+
+def job(config: JobConfig) -> None:
+    """The engines that answer the prompts stay loaded and capture for training."""
+    run = RunDir(config.run_path)
+    preflight.require(config)
+    cli.connect()
+    if not (rollout.is_complete(config) and train.is_complete(config)):
+        with engine_pool(config) as pool:
+            with stage_timer(run, "rollout"):
+                rollout.run(config, pool)
+            with stage_timer(run, "train"):
+                train.run(config, pool)
+    with stage_timer(run, "export"):
+        export.run(config)
+    with stage_timer(run, "evaluate"):
+        evaluate.run(config)
+    report.run(config)
+
+
+if __name__ == "__main__":
+    cli.run(__doc__, job)

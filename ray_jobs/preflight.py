@@ -1,0 +1,42 @@
+"""Will it work, and at what cost: `preflight.py -c FILE... [--depth static|plan|live] [--json FILE] [section.field=value ...]`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from eagle3_train.config import ConfigError, load_config
+from eagle3_train.rundir import write_atomic
+
+
+def main() -> int:
+    """Print the checks; exit status 0 when nothing failed, 1 when something did, 2 for an unusable configuration."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-c", "--config", nargs="+", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--depth", choices=("static", "plan", "live"), default="plan")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
+    arguments, overrides = parser.parse_known_args()
+    files = [file for file in arguments.config if "=" not in str(file)]
+    overrides = [str(text) for text in arguments.config if text not in files] + overrides
+    try:
+        config = load_config(files, overrides)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from eagle3_train.stages import preflight
+
+    if arguments.depth == "live" and os.environ.get("RAY_ADDRESS"):
+        from ray_jobs import cli
+
+        cli.connect()
+    report = preflight.run(config, arguments.depth, Path.cwd())
+    if arguments.json:
+        write_atomic(arguments.json, report.json())
+    print(report.text())
+    blocking = [check.name for check in report.blocking(config)]
+    print(f"failed: {', '.join(blocking)}" if blocking else "nothing failed")
+    return int(bool(blocking))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

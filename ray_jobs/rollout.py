@@ -1,0 +1,19 @@
+"""The target answers the prompts: `rollout.py -c FILE... [section.field=value ...]`."""
+
+from eagle3_train.config import JobConfig
+from eagle3_train.engines.pool import engine_pool
+from eagle3_train.rundir import RunDir
+from eagle3_train.runlog import stage_timer
+from eagle3_train.stages import rollout
+from ray_jobs import cli
+
+
+def job(config: JobConfig) -> None:
+    """Answer every prompt that has no committed answer yet."""
+    cli.connect()
+    with stage_timer(RunDir(config.run_path), "rollout"), engine_pool(config) as pool:
+        rollout.run(config, pool)
+
+
+if __name__ == "__main__":
+    cli.run(__doc__, job)

@@ -1,0 +1,20 @@
+"""Stream hidden states into the drafter: `train.py -c FILE... [section.field=value ...]`."""
+
+from eagle3_train.config import JobConfig
+from eagle3_train.engines.pool import engine_pool
+from eagle3_train.rundir import RunDir
+from eagle3_train.runlog import stage_timer
+from eagle3_train.stages import preflight, train
+from ray_jobs import cli
+
+
+def job(config: JobConfig) -> None:
+    """Preflight, then train on the rollout's samples."""
+    preflight.require(config)
+    cli.connect()
+    with stage_timer(RunDir(config.run_path), "train"), engine_pool(config) as pool:
+        train.run(config, pool)
+
+
+if __name__ == "__main__":
+    cli.run(__doc__, job)
