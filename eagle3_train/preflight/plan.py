@@ -1,0 +1,320 @@
+"""Arithmetic depth: bytes, memory, placement, disk and hours. Facts and configuration in, numbers and checks out.
+
+Sizes marked "about" are estimates: weights from shapes when no checkpoint is at hand, activations from the rows a
+pack can have. Everything else is exact.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from eagle3_train.config import JobConfig
+from eagle3_train.drafter.checkpoint_format import expected_tensors
+from eagle3_train.drafter.spec import DrafterSpec
+from eagle3_train.preflight.check import Check
+from eagle3_train.target.derive import drafter_spec
+from eagle3_train.target.facts import TargetFacts, bytes_per_token, resolve_boundaries
+
+GIB = 1024**3
+# Bytes per quantised weight, scales included.
+_QUANTISED = {"fp8": 1.0, "mxfp4": 0.53}
+_FOUR_BIT = 0.5625
+# CUDA context, workspaces, NCCL buffers of one engine process.
+_ENGINE_OVERHEAD = 3 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Numbers of a run, in bytes and tokens; per GPU where it says so. gpus 0: a CPU cluster."""
+
+    bytes_per_token: int
+    dump_bytes: int
+    window_bytes: int
+    in_flight_bytes: int
+    weights_per_gpu: int
+    kv_per_token: int
+    states_per_token: int
+    engine_per_gpu: int
+    kv_tokens: int
+    drafter_parameters: int
+    trainer_per_worker: int
+    checkpoint_bytes: int
+    engine_gpus: float
+    train_gpus: float
+    gpus: int
+    gpu_memory: int
+    capture_hours: float | None
+    train_hours: float | None
+
+
+def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
+    """The run's numbers. Raises ValueError when target and drafter do not go together."""
+    spec = drafter_spec(facts, config.drafter)
+    engine, train = config.engine, config.train
+    taps = len(resolve_boundaries(config.drafter.aux_layers, facts.num_layers))
+    row = bytes_per_token(facts.hidden_size, taps, _itemsize(config.stream.dtype))
+    tokens = _samples(config) * (config.preflight.mean_tokens or config.corpus.max_len)
+    gpus_per_node, gpu_memory = _gpus(config)
+    itemsize = _itemsize(engine.dtype)
+    weights = (facts.weight_bytes or estimated_weight_bytes(facts)) // engine.tensor_parallel
+    kv = _kv_per_token(facts, engine.tensor_parallel, itemsize)
+    states = bytes_per_token(facts.hidden_size, taps, itemsize)
+    fixed = weights + _engine_working_bytes(config, facts, itemsize)
+    room = int(gpu_memory * engine.gpu_memory_utilization) - fixed
+    cache = engine.kv_cache_bytes or max(room, 0)
+    parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
+    cached = min(1.0, config.stream.cache_bytes / max(tokens * row, 1))
+    captures = 1 + (train.epochs - 1) * (1 - cached)
+    return Plan(
+        bytes_per_token=row,
+        dump_bytes=tokens * row,
+        window_bytes=train.workers * train.accumulation * config.stream.tokens_per_pack * row,
+        in_flight_bytes=config.stream.max_bytes_in_flight,
+        weights_per_gpu=weights,
+        kv_per_token=kv,
+        states_per_token=states,
+        engine_per_gpu=fixed + cache,
+        kv_tokens=cache // (kv + states),
+        drafter_parameters=parameters,
+        trainer_per_worker=_trainer_bytes(config, facts, spec, parameters, row),
+        checkpoint_bytes=(train.keep_checkpoints + 1) * 12 * parameters,
+        engine_gpus=engine.replicas * engine.tensor_parallel * engine.gpus_per_worker,
+        train_gpus=train.workers * train.gpus_per_worker,
+        gpus=config.preflight.nodes * gpus_per_node,
+        gpu_memory=gpu_memory,
+        capture_hours=_hours(
+            tokens * captures, config.preflight.capture_tokens_per_s, engine.replicas
+        ),
+        train_hours=_hours(
+            tokens * train.epochs, config.preflight.train_tokens_per_s, train.workers
+        ),
+    )
+
+
+def plan_checks(config: JobConfig, facts: TargetFacts, plan: Plan, package: Path) -> list[Check]:
+    """Every arithmetic check; `package` is the directory that `ray job submit` would upload."""
+    return [
+        _dump(config, plan),
+        _stream(plan),
+        _placement(config, plan),
+        _engine_memory(config, facts, plan),
+        _trainer_memory(config, plan),
+        _disk(config, plan),
+        _package(config, package),
+        _rates(plan),
+    ]
+
+
+def estimated_weight_bytes(facts: TargetFacts) -> int:
+    """Bytes of the target's weights from its shapes; routed experts carry the quantisation, fp8 all matrices."""
+    hidden, layers = facts.hidden_size, facts.num_layers
+    plain = 4.0 if facts.dtype == "float32" else 2.0
+    packed = _QUANTISED.get(facts.quantisation, _FOUR_BIT) if facts.quantisation else plain
+    if facts.mla is None:
+        attention = hidden * facts.head_dim * 2 * (facts.num_heads + facts.num_kv_heads)
+    else:
+        m, heads = facts.mla, facts.num_heads
+        queries = heads * (m.qk_nope_head_dim + m.qk_rope_head_dim)
+        rank = m.q_lora_rank
+        attention = (hidden + queries) * rank if rank else hidden * queries
+        attention += hidden * (m.kv_lora_rank + m.qk_rope_head_dim)
+        attention += m.kv_lora_rank * heads * (m.qk_nope_head_dim + m.v_head_dim)
+        attention += heads * m.v_head_dim * hidden
+    experts = shared = 0
+    dense = 3 * hidden * facts.intermediate_size
+    if facts.moe is not None:
+        expert = 3 * hidden * facts.moe.intermediate_size
+        experts, shared = expert * facts.moe.num_experts, expert * facts.moe.num_shared_experts
+        dense = 0
+    everywhere = packed if facts.moe is None or facts.quantisation == "fp8" else plain
+    embeddings = facts.vocab_size * hidden * (1 if facts.tie_word_embeddings else 2)
+    matrices = layers * ((attention + dense + shared) * everywhere + experts * packed)
+    return int(matrices + embeddings * plain)
+
+
+def package_bytes(directory: Path) -> int:
+    """Bytes of the files that `ray job submit --working-dir` would upload: what git does not ignore."""
+    listed = subprocess.run(
+        ["git", "-C", str(directory), "ls-files", "-co", "--exclude-standard", "-z"],
+        capture_output=True,
+        check=False,
+    )
+    if listed.returncode == 0:
+        files = [directory / name for name in listed.stdout.decode().split("\0") if name]
+    else:
+        files = list(directory.rglob("*"))
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _samples(config: JobConfig) -> int:
+    return config.preflight.samples or config.corpus.limit or 1000
+
+
+def _itemsize(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
+
+
+def _gpus(config: JobConfig) -> tuple[int, int]:
+    """(GPUs of a node, bytes of one)."""
+    count, memory = config.preflight.gpus_per_node, config.preflight.gpu_memory_bytes
+    present = torch.cuda.device_count()
+    if memory is None and present:
+        memory = torch.cuda.get_device_properties(0).total_memory
+    return present if count is None else count, memory or 0
+
+
+def _kv_per_token(facts: TargetFacts, tp: int, itemsize: int) -> int:
+    """KV-cache bytes of one token on one GPU; MLA's latent is replicated, heads are divided."""
+    if facts.mla is not None:
+        width = facts.mla.kv_lora_rank + facts.mla.qk_rope_head_dim
+    else:
+        width = 2 * max(1, facts.num_kv_heads // tp) * facts.head_dim
+    return facts.num_layers * width * itemsize
+
+
+def _engine_working_bytes(config: JobConfig, facts: TargetFacts, itemsize: int) -> int:
+    tokens = config.engine.max_num_batched_tokens or max(8192, config.engine.max_model_len)
+    width = 8 * facts.hidden_size + 4 * facts.intermediate_size // config.engine.tensor_parallel
+    logits = config.engine.max_num_seqs * facts.vocab_size * 4
+    return _ENGINE_OVERHEAD + tokens * width * itemsize + logits
+
+
+def _trainer_bytes(
+    config: JobConfig, facts: TargetFacts, spec: DrafterSpec, parameters: int, row: int
+) -> int:
+    """Masters, Adam and gradients (sharded over the workers), a compute copy, the frozen tensors, activations."""
+    train, itemsize = config.train, _itemsize(config.train.dtype)
+    states = 16 * parameters // train.workers + itemsize * parameters
+    frozen = 2 * facts.vocab_size * facts.hidden_size * itemsize
+    width = 8 * spec.hidden_size + 3 * spec.intermediate_size + 2 * spec.num_heads * spec.head_dim
+    activations = config.stream.tokens_per_pack * train.ttt_steps * width * itemsize
+    logits = 4 * 2048 * (spec.draft_vocab_size + facts.vocab_size)
+    return states + frozen + activations + logits + 2 * config.stream.tokens_per_pack * row
+
+
+def _hours(tokens: float, rate: float | None, workers: int) -> float | None:
+    return None if rate is None else tokens / (rate * workers) / 3600
+
+
+def _dump(config: JobConfig, plan: Plan) -> Check:
+    tokens = config.preflight.mean_tokens or config.corpus.max_len
+    reason = (
+        f"{plan.bytes_per_token / 1024:g} KiB per token; a full dump of {_samples(config):,} samples x {tokens:,} "
+        f"tokens would weigh {_size(plan.dump_bytes)}, the stream holds {_size(plan.in_flight_bytes)}"
+    )
+    return Check("bytes_per_token", "ok", reason)
+
+
+def _stream(plan: Plan) -> Check:
+    reason = f"one optimiser window is {_size(plan.window_bytes)}, the budget {_size(plan.in_flight_bytes)}"
+    if plan.in_flight_bytes < plan.window_bytes:
+        fix = f"set stream.max_bytes_in_flight to {plan.window_bytes} or more, or make the window smaller"
+        return Check("stream_budget", "fail", f"{reason}: it could never be filled", fix)
+    if plan.in_flight_bytes < 2 * plan.window_bytes:
+        fix = f"{2 * plan.window_bytes} lets capture work while a window trains"
+        return Check("stream_budget", "warn", reason, fix)
+    return Check("stream_budget", "ok", reason)
+
+
+def _placement(config: JobConfig, plan: Plan) -> Check:
+    wanted = plan.engine_gpus + plan.train_gpus
+    if not wanted:
+        return Check("placement", "ok", "engines and trainers run on CPU")
+    reason = (
+        f"engines reserve {plan.engine_gpus:g} and trainers {plan.train_gpus:g} of {plan.gpus} GPUs"
+    )
+    per_node = plan.gpus // config.preflight.nodes
+    if config.engine.tensor_parallel > per_node:
+        fix = "a replica sits on one node: lower engine.tensor_parallel"
+        return Check(
+            "placement",
+            "fail",
+            f"engine.tensor_parallel={config.engine.tensor_parallel} exceeds the {per_node} GPUs of a node",
+            fix,
+        )
+    if wanted > plan.gpus + 1e-6:
+        fix = (
+            "lower engine.replicas or train.workers, share GPUs (gpus_per_worker < 1), or add nodes"
+        )
+        return Check("placement", "fail", reason, fix)
+    return Check("placement", "ok", reason)
+
+
+def _engine_memory(config: JobConfig, facts: TargetFacts, plan: Plan) -> Check:
+    if not plan.engine_gpus:
+        return Check("engine_memory", "ok", f"weights {_size(plan.weights_per_gpu)} in host memory")
+    about = "" if facts.weight_bytes else "about "
+    share = plan.gpu_memory * config.engine.gpu_memory_utilization
+    reason = (
+        f"weights {about}{_size(plan.weights_per_gpu)} per GPU, KV {plan.kv_per_token / 1024:.0f} KiB + states "
+        f"{plan.states_per_token / 1024:.0f} KiB per token: room for {plan.kv_tokens:,} tokens in "
+        f"{_size(share)} of {_size(plan.gpu_memory)}"
+    )
+    fix = "raise engine.tensor_parallel or engine.gpu_memory_utilization, or lower engine.max_model_len"
+    if plan.kv_tokens < config.engine.max_model_len or plan.engine_per_gpu > share:
+        return Check("engine_memory", "fail", reason, fix)
+    return Check("engine_memory", "ok", reason)
+
+
+def _trainer_memory(config: JobConfig, plan: Plan) -> Check:
+    need = plan.trainer_per_worker
+    reason = f"about {_size(need)} per worker for a drafter of {plan.drafter_parameters / 1e6:,.0f} M parameters"
+    if not plan.train_gpus:
+        return Check("trainer_memory", "ok", f"{reason}, in host memory")
+    shared = 0 < config.engine.gpus_per_worker < 1 and config.train.gpus_per_worker < 1
+    left = plan.gpu_memory - (plan.engine_per_gpu if shared else 0)
+    reason += f"; {_size(left)} {'left beside the engine' if shared else 'on a GPU'}"
+    if need > left:
+        fix = "lower stream.tokens_per_pack or engine.gpu_memory_utilization, or use more train.workers"
+        return Check("trainer_memory", "fail", reason, fix)
+    return Check("trainer_memory", "ok", reason)
+
+
+def _disk(config: JobConfig, plan: Plan) -> Check:
+    place = config.runs_dir.resolve()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    need = plan.checkpoint_bytes + config.stream.cache_bytes
+    reason = f"checkpoints and cache need {_size(need)}, {_size(free)} free at {place}"
+    if need > free:
+        fix = "lower train.keep_checkpoints or stream.cache_bytes, or move runs_dir"
+        return Check("disk", "fail", reason, fix)
+    return Check("disk", "ok", reason)
+
+
+def _package(config: JobConfig, directory: Path) -> Check:
+    size, limit = package_bytes(directory), config.preflight.upload_limit_bytes
+    reason = f"the job package is {_size(size)}, the upload limit {_size(limit)}"
+    if size > limit:
+        fix = "list large files in .gitignore, or exclude them with --runtime-env-json"
+        return Check("package_size", "fail", reason, fix)
+    return Check("package_size", "ok", reason)
+
+
+def _rates(plan: Plan) -> Check:
+    if plan.capture_hours is None or plan.train_hours is None:
+        reason = "no measured rates (preflight.capture_tokens_per_s, train_tokens_per_s): no hours predicted"
+        return Check("rates", "ok", reason)
+    slower = "capture" if plan.capture_hours > plan.train_hours else "training"
+    hours = max(plan.capture_hours, plan.train_hours)
+    reason = (
+        f"capture {plan.capture_hours:.2f} h, training {plan.train_hours:.2f} h, together about {hours:.2f} h: "
+        f"{slower} is the bottleneck; {hours * (plan.engine_gpus + plan.train_gpus):.1f} GPU-hours"
+    )
+    return Check("rates", "ok", reason)
+
+
+def _size(count: float) -> str:
+    """Bytes as people say them (decimal, like disks and links)."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

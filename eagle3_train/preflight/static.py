@@ -1,0 +1,357 @@
+"""Static depth: does this target fit this engine version and this drafter? Seconds, no engine, no weights read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle3_train.config import JobConfig
+from eagle3_train.corpus.account import CorpusError
+from eagle3_train.corpus.render import Renderer
+from eagle3_train.corpus.vocab import DraftVocab
+from eagle3_train.drafter.checkpoint import read_checkpoint
+from eagle3_train.drafter.checkpoint_format import (
+    LLAMA,
+    MLA,
+    SWITCHES,
+    ServedTarget,
+    sglang_layer_ids,
+)
+from eagle3_train.engines.resolve import (
+    EngineIndex,
+    Resolution,
+    resolve_target,
+    tapped_boundaries,
+)
+from eagle3_train.preflight.check import Check, attempt
+from eagle3_train.rundir import RunDir
+from eagle3_train.target.derive import drafter_rope, drafter_spec
+from eagle3_train.target.facts import TargetFacts, resolve_boundaries
+from eagle3_train.target.weights import locate_frozen, refuse_nonlinear_head
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+# Beyond this a drafter's cos/sin cache costs gigabytes, so fewer positions are a choice, not a mistake.
+_MOST_POSITIONS = 1_048_576
+
+
+def static_checks(
+    config: JobConfig, facts: TargetFacts, engines: Sequence[EngineIndex]
+) -> list[Check]:
+    """Every static check, in reading order; engines[0] captures and serves, the others only serve."""
+    captures, *serves = (resolve_target(facts, index) for index in engines)
+    return [
+        target(facts),
+        engine_class(facts, captures),
+        remote_code(config, facts, captures),
+        capture(captures, serves),
+        *(serving(resolution) for resolution in serves),
+        boundaries(config, facts, [captures, *serves]),
+        head(facts),
+        *weights(facts),
+        *tokenizer(config, facts),
+        rope(config, facts),
+        *drafter(config, facts, engines),
+        positions(config, facts),
+        tensor_parallel(config, facts),
+    ]
+
+
+def target(facts: TargetFacts) -> Check:
+    """What the target is."""
+    wraps = f" wrapping {facts.text_architectures[0]}" if facts.text_architectures else ""
+    kinds = [
+        "VLM (text is trained, images are not)" if facts.is_multimodal else "",
+        f"MLA (latent {facts.mla.kv_lora_rank})" if facts.mla else "",
+        f"MoE ({facts.moe.num_experts} experts, {facts.moe.experts_per_token} per token)"
+        if facts.moe
+        else "",
+        f"quantised ({facts.quantisation})" if facts.quantisation else "",
+    ]
+    name = ", ".join(facts.architectures) or "no architecture named"
+    sizes = f"{facts.num_layers} layers, hidden {facts.hidden_size}, vocabulary {facts.vocab_size}"
+    return Check("target", "ok", "; ".join([name + wraps, sizes, *filter(None, kinds)]))
+
+
+def engine_class(facts: TargetFacts, found: Resolution) -> Check:
+    """Which class the capturing engine would load."""
+    engine = f"{found.engine} {found.version} ({found.origin})"
+    if found.backend == "unsupported":
+        asked = ", ".join(facts.architectures) or "a config.json without architectures"
+        return Check(
+            "engine_class",
+            "fail",
+            f"{engine} has no class for {asked}, neither has transformers, and the target ships no code that "
+            "an engine could run",
+            "use an engine version that knows it (preflight.vllm_version)",
+        )
+    if found.backend == "transformers":
+        return Check(
+            "engine_class",
+            "warn",
+            f"{engine} would run it on its Transformers backend as {found.resolved_class}: slower than a native "
+            "class, and only the live depth proves its states",
+            "run the live depth before anything long",
+        )
+    return Check("engine_class", "ok", f"{engine} loads {found.resolved_class}")
+
+
+def remote_code(config: JobConfig, facts: TargetFacts, found: Resolution) -> Check:
+    """Whether the target's own Python files would run, and whether that was agreed to."""
+    if found.needs_code and not config.target.trust_remote_code:
+        return Check(
+            "remote_code",
+            "fail",
+            f"the model would execute {', '.join(sorted(set(map(str, facts.auto_map.values()))))}",
+            "read those files, then set target.trust_remote_code=true",
+        )
+    if config.target.trust_remote_code:
+        return Check("remote_code", "warn", "target.trust_remote_code=true: its files may run")
+    ships = "its own files are not executed" if facts.ships_code else "it ships none"
+    return Check("remote_code", "ok", f"no remote code needed; {ships}")
+
+
+def capture(found: Resolution, serves: Sequence[Resolution]) -> Check:
+    """Whether the engine can hand out the target's hidden states."""
+    name = found.resolved_class.rpartition(".")[2] or "the target"
+    if found.supports_eagle3:
+        return Check("capture", "ok", f"{name} supports EAGLE-3 capture")
+    able = [f"{other.engine} {other.version}" for other in serves if other.supports_eagle3]
+    reason = f"{name} in {found.engine} {found.version} does not implement SupportsEagle3, so its layers cannot be tapped"
+    if able:
+        reason += f"; {', '.join(able)} could serve a drafter of it, but does not capture"
+    return Check(
+        "capture",
+        "fail",
+        reason,
+        "use a vLLM version whose class implements it, or add the interface to that class; "
+        "this project has no capture by forward hooks",
+    )
+
+
+def serving(found: Resolution) -> Check:
+    """Whether another engine could serve an EAGLE-3 drafter of this target."""
+    engine, name = f"{found.engine} {found.version} ({found.origin})", f"serve_{found.engine}"
+    if found.supports_eagle3:
+        return Check(name, "ok", f"{engine} serves EAGLE-3 on {found.resolved_class}")
+    missing = found.resolved_class or "its architecture"
+    return Check(name, "warn", f"{engine} cannot serve EAGLE-3 on {missing}", "serve with vLLM")
+
+
+def boundaries(config: JobConfig, facts: TargetFacts, engines: Sequence[Resolution]) -> Check:
+    """Whether trainer and engines mean the same layers by the configured aux boundaries."""
+    fix = "set drafter.aux_layers to boundaries every engine can tap"
+    try:
+        *chosen, last = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
+        aux = tuple(chosen)
+        if aux[0] == 0 and facts.mla:
+            raise ValueError("boundary 0 (the embeddings) cannot be tapped on DeepSeek-like models")
+        trained = _initial_boundaries(config, facts.num_layers)
+        if trained not in (None, aux):
+            raise ValueError(
+                f"drafter.init_from was trained on boundaries {trained}, this job would feed it {aux}"
+            )
+        served = [_taps(engine, aux, facts) for engine in engines if engine.supports_eagle3]
+    except ValueError as error:
+        return Check("boundaries", "fail", str(error), fix)
+    wrong = [f"{engine} would tap {taps}" for engine, taps in served if taps != aux]
+    if wrong:
+        return Check("boundaries", "fail", f"the trainer uses {aux}, but {'; '.join(wrong)}", fix)
+    who = ", ".join(["trainer", *(engine for engine, _ in served)])
+    return Check("boundaries", "ok", f"{aux} and {last} (after the last layer) for {who}")
+
+
+def _taps(
+    engine: Resolution, aux: tuple[int, ...], facts: TargetFacts
+) -> tuple[str, tuple[int, ...]]:
+    """What an engine taps when it reads the ids our export writes."""
+    if engine.engine == "vllm":
+        ids: tuple[int, ...] | None = aux
+    else:
+        served = ServedTarget(
+            vocab_size=facts.vocab_size,
+            hidden_size=facts.hidden_size,
+            num_layers=facts.num_layers,
+            serving_len=facts.max_position_embeddings,
+            sglang_ids=engine.layer_ids or "output",
+        )
+        written = sglang_layer_ids(aux, served)
+        ids = None if written is None else tuple(written)
+    return engine.engine, tapped_boundaries(engine.layer_ids, ids, facts.num_layers)
+
+
+def _initial_boundaries(config: JobConfig, num_layers: int) -> tuple[int, ...] | None:
+    """Boundaries of the warm-start checkpoint; None without one."""
+    if config.drafter.init_from is None:
+        return None
+    ids = read_checkpoint(Path(config.drafter.init_from))[3]
+    return resolve_boundaries(ids, num_layers)[:-1]
+
+
+def head(facts: TargetFacts) -> Check:
+    """Whether the teacher (final norm and head) can be reproduced from the last state."""
+
+    def describe() -> str:
+        refuse_nonlinear_head(facts)
+        folded = [
+            f"logit scale {facts.logit_scale:g}" if facts.logit_scale != 1 else "",
+            "(1 + w) norm" if facts.norm_kind == "rms_plus_one" else "",
+        ]
+        used = ", ".join(filter(None, folded))
+        return f"RMS norm and linear head{f'; {used} folded into the weights' if used else ''}"
+
+    return attempt("head", "choose another target", describe)
+
+
+def weights(facts: TargetFacts) -> list[Check]:
+    """Whether the three tensors the trainer reads are there, unquantised and of the right shape."""
+    if facts.weight_bytes is None:
+        reason = f"{facts.path} holds no safetensors: embedding, head and final norm unchecked"
+        return [Check("weights", "warn", reason, "download the weights before training")]
+
+    def describe() -> str:
+        names = ", ".join(name for name, _ in locate_frozen(facts).values())
+        tied = "; the head is tied to the embedding" if facts.tie_word_embeddings else ""
+        return f"{names}: plain and complete{tied}"
+
+    return [attempt("weights", "use a checkpoint that leaves them unquantised", describe)]
+
+
+def tokenizer(config: JobConfig, facts: TargetFacts) -> list[Check]:
+    """Tokenizer, chat template and draft vocabulary: present, the target's own, and of one age."""
+    directory = Path(config.target.tokenizer or facts.path)
+    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
+        verdict = Check(
+            "tokenizer", "fail", f"{directory} holds no tokenizer", "set target.tokenizer"
+        )
+        if facts.weight_bytes is None:
+            verdict = Check("tokenizer", "warn", verdict.reason, "unchecked until it is downloaded")
+        return [verdict]
+    try:
+        renderer = Renderer.load(
+            str(directory), config.target.trust_remote_code, config.corpus.template_kwargs
+        )
+    except CorpusError as error:
+        return [Check("tokenizer", "fail", str(error), "see target.tokenizer")]
+    return [
+        _same_tokenizer(renderer, config, facts),
+        Check("chat_template", "ok", f"present; answers stop at {sorted(renderer.stop_ids)}"),
+        draft_vocabulary(config, facts, renderer),
+    ]
+
+
+def _same_tokenizer(renderer: Renderer, config: JobConfig, facts: TargetFacts) -> Check:
+    highest = max(renderer.tokenizer.get_vocab().values())
+    fix = "point target.tokenizer at the target's own tokenizer"
+    if highest >= facts.vocab_size:
+        reason = f"wrong tokenizer: it has id {highest}, the target's vocabulary ends at {facts.vocab_size - 1}"
+        return Check("tokenizer", "fail", reason, fix)
+    own = any((facts.path / name).is_file() for name in _TOKENIZER_FILES)
+    if own and config.target.tokenizer is not None:
+        other = Renderer.load(str(facts.path), config.target.trust_remote_code)
+        if other.tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
+            reason = f"wrong tokenizer: {config.target.tokenizer} and {facts.path} number tokens differently"
+            return Check("tokenizer", "fail", reason, fix)
+    return Check("tokenizer", "ok", f"{highest + 1} ids of {facts.vocab_size}")
+
+
+def draft_vocabulary(config: JobConfig, facts: TargetFacts, renderer: Renderer) -> Check:
+    """Whether an existing draft vocabulary belongs to this tokenizer, size and target."""
+    file, size = RunDir(config.run_path).draft_vocab, config.drafter.draft_vocab_size
+    if size is None:
+        return Check("draft_vocabulary", "ok", "the whole vocabulary")
+    if not file.is_file():
+        return Check("draft_vocabulary", "ok", f"{size} tokens, chosen after the rollout")
+
+    def describe() -> str:
+        vocab = DraftVocab.load(file, renderer.fingerprint)
+        if (len(vocab.d2t), len(vocab.t2d)) != (size, facts.vocab_size):
+            raise ValueError(
+                f"stale d2t: {file} maps {len(vocab.d2t)} of {len(vocab.t2d)} tokens, the job has {size} of "
+                f"{facts.vocab_size}"
+            )
+        return f"{size} tokens, covering {vocab.coverage}"
+
+    return attempt("draft_vocabulary", f"delete {file} and run the rollout again", describe)
+
+
+def rope(config: JobConfig, facts: TargetFacts) -> Check:
+    """Whether the target's rotary embedding can be copied into the drafter."""
+
+    def describe() -> str:
+        spec = drafter_rope(facts, interleaved=config.drafter.attention == "mla")
+        stretch = f" x{spec.factor:g}" if spec.factor != 1 else ""
+        return f"{spec.rope_type}{stretch}, theta {spec.theta:g}, copied into the drafter"
+
+    check = attempt("rope", "this rotary embedding has no drafter yet", describe)
+    partial = facts.rope.partial_rotary_factor
+    if check.verdict == "ok" and partial != 1:
+        reason = (
+            f"{check.reason}; the target rotates {partial:g} of each head, the drafter all of it"
+        )
+        return Check("rope", "warn", reason, "expected; no action")
+    return check
+
+
+def drafter(config: JobConfig, facts: TargetFacts, engines: Sequence[EngineIndex]) -> list[Check]:
+    """Whether the drafter can be built, and whether each engine knows its class and switches."""
+    try:
+        spec = drafter_spec(facts, config.drafter)
+    except ValueError as error:
+        return [Check("drafter", "fail", str(error), "change the drafter section")]
+    checks = []
+    if spec.intermediate_size < spec.hidden_size:
+        reason = (
+            f"intermediate_size {spec.intermediate_size} (an expert's width) is below hidden_size"
+        )
+        fix = "set drafter.intermediate_size, e.g. to four times hidden_size"
+        checks.append(Check("drafter_width", "warn", reason, fix))
+    architecture = MLA if spec.attention == "mla" else LLAMA
+    wanted = {switch for switch in SWITCHES if getattr(config.drafter, switch)}
+    for index in engines:
+        known = index.find(architecture)
+        lacks = wanted - set(known.options) if known else {architecture}
+        if lacks:
+            checks.append(
+                Check(
+                    "drafter",
+                    "fail" if index is engines[0] else "warn",
+                    f"{index.engine} {index.version} does not serve {', '.join(sorted(lacks))}",
+                    "leave it out of the drafter section, or serve with another version",
+                )
+            )
+    shape = f"{spec.num_heads} heads ({spec.num_kv_heads} kv) of {spec.head_dim}, MLP {spec.intermediate_size}"
+    return checks or [Check("drafter", "ok", f"{architecture}: {shape}, {spec.num_aux} aux states")]
+
+
+def positions(config: JobConfig, facts: TargetFacts) -> Check:
+    """Whether the drafter's rotary cache reaches as far as the target is served."""
+    given = config.drafter.max_position_embeddings or facts.max_position_embeddings
+    needed = max(config.engine.max_model_len, min(facts.max_position_embeddings, _MOST_POSITIONS))
+    if config.engine.max_model_len > facts.max_position_embeddings:
+        reason = f"engine.max_model_len={config.engine.max_model_len} exceeds the target's {facts.max_position_embeddings}"
+        return Check("positions", "fail", reason, "lower engine.max_model_len")
+    if given < needed:
+        reason = f"a drafter of {given} positions crashes the engine beyond them; the target serves {needed}"
+        return Check("positions", "fail", reason, "leave drafter.max_position_embeddings out")
+    return Check("positions", "ok", f"the drafter serves {given} positions")
+
+
+def tensor_parallel(config: JobConfig, facts: TargetFacts) -> Check:
+    """Whether heads divide among the GPUs of a replica."""
+    tp = config.engine.tensor_parallel
+    heads = {"target": facts.num_heads, "drafter": config.drafter.num_heads or facts.num_heads}
+    kv = 1 if facts.mla else facts.num_kv_heads
+    uneven = [f"the {who}'s {count} heads" for who, count in heads.items() if count % tp]
+    if not facts.mla and kv % tp and tp % kv:
+        uneven.append(f"{kv} key/value heads")
+    if uneven:
+        sizes = [n for n in range(1, facts.num_heads + 1) if not any(h % n for h in heads.values())]
+        return Check(
+            "tensor_parallel",
+            "fail",
+            f"engine.tensor_parallel={tp} does not divide {' and '.join(uneven)}",
+            f"use one of {sizes[:8]}",
+        )
+    return Check(
+        "tensor_parallel", "ok", f"TP {tp}, PP 1 (capture over pipeline stages is not used)"
+    )

@@ -1,0 +1,128 @@
+"""`preflight`: will this target, engine, drafter, data and cluster work together, and at what cost?"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import ray
+
+from eagle3_train.config import JobConfig
+from eagle3_train.engines.resolve import Resolution, engine_index, resolve_target
+from eagle3_train.preflight.check import Check, failed, table
+from eagle3_train.preflight.live import live_checks
+from eagle3_train.preflight.nodes import node_versions
+from eagle3_train.preflight.plan import Plan, make_plan, plan_checks
+from eagle3_train.preflight.static import static_checks
+from eagle3_train.rundir import RunDir, write_atomic
+from eagle3_train.runlog import log
+from eagle3_train.target.facts import TargetFacts, read_facts, resolve_boundaries
+
+Depth = Literal["static", "plan", "live"]
+
+
+@dataclass(slots=True)
+class Report:
+    """What preflight found; `depths` holds the checks of each depth that ran."""
+
+    depths: dict[str, list[Check]] = field(default_factory=dict)
+    engines: list[Resolution] = field(default_factory=list)
+    boundaries: tuple[int, ...] = ()
+    plan: Plan | None = None
+
+    @property
+    def checks(self) -> list[Check]:
+        """Every check, in order."""
+        return [check for checks in self.depths.values() for check in checks]
+
+    def blocking(self, config: JobConfig) -> list[Check]:
+        """Failed checks that preflight.skip does not name."""
+        return [
+            c for c in self.checks if c.verdict == "fail" and c.name not in config.preflight.skip
+        ]
+
+    def json(self) -> str:
+        """The report for machines."""
+        captures = self.engines[0] if self.engines else None
+        content = {
+            "resolved_class": captures.resolved_class if captures else "",
+            "supports_eagle3": bool(captures and captures.supports_eagle3),
+            "boundaries": list(self.boundaries),
+            "bytes_per_token": self.plan.bytes_per_token if self.plan else None,
+            "checks": [
+                {"depth": depth, **asdict(check)}
+                for depth, checks in self.depths.items()
+                for check in checks
+            ],
+            "engines": [asdict(engine) for engine in self.engines],
+            "plan": asdict(self.plan) if self.plan else None,
+        }
+        return json.dumps(content, indent=1)
+
+    def text(self) -> str:
+        """The report for people."""
+        return "\n".join(table(depth, checks) for depth, checks in self.depths.items())
+
+
+def run(config: JobConfig, depth: Depth, package: Path) -> Report:
+    """Run every depth up to `depth`; `package` is the directory the job would upload.
+
+    The live depth does not start when an earlier check blocks.
+    """
+    report = Report()
+    try:
+        facts = read_facts(config.target.path)
+    except ValueError as error:
+        report.depths["static"] = [Check("target", "fail", str(error), "see target.path")]
+        return report
+    captures = engine_index("vllm", config.preflight.vllm_version)
+    if captures is None:
+        reason = f"vLLM {config.preflight.vllm_version or ''} is neither installed nor in a shipped table"
+        fix = "install vLLM, or name a version of eagle3_train/engines/*.json in preflight.vllm_version"
+        report.depths["static"] = [Check("engine_class", "fail", reason, fix)]
+        return report
+    serves = engine_index("sglang", config.preflight.sglang_version)
+    engines = [captures] if serves is None else [captures, serves]
+    report.engines = [resolve_target(facts, index) for index in engines]
+    report.depths["static"] = static_checks(config, facts, engines)
+    if not {"boundaries", "drafter"} & set(failed(report.checks)):
+        report.boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
+        report.plan = make_plan(config, facts)
+        if depth != "static":
+            report.depths["plan"] = plan_checks(config, facts, report.plan, package)
+    if depth == "live" and not report.blocking(config):
+        report.depths["live"] = _live(config, facts)
+    return report
+
+
+def _live(config: JobConfig, facts: TargetFacts) -> list[Check]:
+    """Inside a cluster the engine boots where its GPUs are, and every node is asked for its versions."""
+    if not ray.is_initialized():
+        return live_checks(config, facts)
+    gpus = config.engine.tensor_parallel if config.engine.gpus_per_worker else 0
+    boot = ray.remote(live_checks).options(
+        num_gpus=gpus, num_cpus=config.engine.cpus, max_retries=0
+    )
+    checks: list[Check] = ray.get(boot.remote(config, facts))
+    return [node_versions(), *checks]
+
+
+def require(config: JobConfig) -> None:
+    """First step of a job: raise ValueError naming every failed check, unless skip_preflight is set."""
+    if config.skip_preflight:
+        log.warning("preflight: skipped (skip_preflight=true)")
+        return
+    report = run(config, "plan", Path.cwd())
+    write_atomic(RunDir(config.run_path).preflight, report.json())
+    for check in report.checks:
+        if check.verdict != "ok":
+            log.warning("preflight: %s: %s -> %s", check.name, check.reason, check.action)
+    blocking = report.blocking(config)
+    if blocking:
+        reasons = "; ".join(f"{c.name}: {c.reason} -> {c.action}" for c in blocking)
+        raise ValueError(
+            f"preflight failed: {reasons}. Fix it, or name the check in preflight.skip, or set skip_preflight=true"
+        )
+    log.info("preflight: %d checks, none failed", len(report.checks))

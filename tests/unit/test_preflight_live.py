@@ -1,0 +1,143 @@
+"""The live checks name what is wrong with an engine's states; Transformers stands in for the engine."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from eagle3_train.drafter.drafting import draft_tokens
+from eagle3_train.drafter.frozen import FrozenTarget
+from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
+from eagle3_train.drafter.spec import DrafterSpec
+from eagle3_train.engines.worker import Drafted
+from eagle3_train.preflight import live
+from eagle3_train.preflight.nodes import compare_versions
+from eagle3_train.target.weights import FrozenWeights
+
+LAYERS, EPS = 6, 1e-5
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """(weights, every boundary's states [tokens, L+1, hidden], answer) of a small random target."""
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        rms_norm_eps=EPS,
+        initializer_range=0.3,
+    )
+    model = LlamaForCausalLM(shape).eval()
+    with torch.no_grad():
+        model.model.norm.weight.uniform_(0.2, 3.0)
+    before_norm = []
+    model.model.norm.register_forward_pre_hook(lambda _, args: before_norm.append(args[0]))
+    ids = torch.randint(64, (1, 12))
+    with torch.no_grad():
+        for _ in range(40):
+            logits = model(ids, use_cache=False).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], dim=1)
+        hidden = model(ids[:, :-1], use_cache=False, output_hidden_states=True).hidden_states
+    every = torch.stack([*hidden[:-1], before_norm[-1]], dim=2)[0]
+    weights = FrozenWeights(
+        model.model.embed_tokens.weight.data,
+        model.lm_head.weight.data,
+        model.model.norm.weight.data,
+    )
+    return weights, every, tuple(ids[0].tolist())
+
+
+def answer(engine, boundaries):
+    _, every, ids = engine
+    return live.Answer(ids, 12, every[:, list(boundaries)])
+
+
+def test_the_right_states_pass_every_check(engine):
+    right = answer(engine, (1, 2, 4, LAYERS))
+    assert live.states_complete([right], 32, 4).verdict == "ok"
+    assert live.teacher_parity([right], engine[0], EPS).verdict == "ok"
+    assert live.agreement("batched", [right.states], [right.states]).verdict == "ok"
+
+
+def test_layer_ids_off_by_one_are_caught(engine):
+    check = live.teacher_parity([answer(engine, (0, 1, 3, LAYERS - 1))], engine[0], EPS)
+    assert (check.name, check.verdict) == ("teacher_parity", "fail")
+
+
+def test_a_missing_final_norm_is_caught(engine):
+    without = engine[0]._replace(norm_weight=torch.ones(32))
+    check = live.teacher_parity([answer(engine, (1, 2, 4, LAYERS))], without, EPS)
+    assert (check.name, check.verdict) == ("teacher_parity", "fail")
+
+
+def test_truncated_and_broken_states_are_caught(engine):
+    right = answer(engine, (1, 2, 4, LAYERS))
+    short = replace(right, states=right.states[:-16])
+    check = live.states_complete([short], 32, 4)
+    assert (check.name, check.verdict, "truncated" in check.reason) == ("states", "fail", True)
+    broken = right.states.clone()
+    broken[3, 1, 5] = float("nan")
+    assert live.states_complete([replace(right, states=broken)], 32, 4).verdict == "fail"
+    assert live.agreement("batched", [right.states], [broken]).verdict == "fail"
+
+
+def test_states_of_another_sample_are_caught(engine):
+    right = answer(engine, (1, 2, 4, LAYERS))
+    check = live.agreement("prefix_hit", [right.states], [right.states.roll(1, 0)])
+    assert (check.name, check.verdict) == ("prefix_hit", "fail")
+
+
+def drafts(engine, boundaries):
+    """Draft lists of an engine that taps `boundaries`."""
+    weights, _, ids = engine
+    spec = DrafterSpec(
+        hidden_size=32,
+        intermediate_size=64,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=64,
+        draft_vocab_size=64,
+        max_position_embeddings=128,
+    )
+    drafter, target = Eagle3Drafter(spec), FrozenTarget(*weights, norm_eps=EPS)
+    init_from_target(drafter, target, torch.Generator().manual_seed(0))
+    aux = answer(engine, boundaries).states[:, :-1].flatten(1)
+    lists = [
+        Drafted(
+            "0", t, ids[t + 1], tuple(draft_tokens(drafter, target, torch.tensor(ids), aux, t, 3))
+        )
+        for t in range(11, 40)
+    ]
+    return lists, drafter, target
+
+
+def test_drafts_from_other_layers_while_serving_are_caught(engine):
+    right = answer(engine, (1, 2, 4, LAYERS))
+    lists, drafter, target = drafts(engine, (1, 2, 4, LAYERS))
+    assert live.draft_parity([(right, lists)], drafter, target, 1.0).verdict == "ok"
+    shifted, *_ = drafts(engine, (2, 3, 5, LAYERS))
+    check = live.draft_parity([(right, shifted)], drafter, target, 0.9)
+    assert (check.name, check.verdict) == ("draft_parity", "fail")
+    assert live.draft_parity([(right, [])], drafter, target, 0.9).verdict == "fail"
+
+
+def test_a_changed_answer_is_a_failure_in_float32_and_a_warning_in_bf16(engine):
+    right = answer(engine, (1, 2, 4, LAYERS))
+    other = (*right.ids[:-1], 0 if right.ids[-1] else 1)
+    assert live.lossless([right], [right.ids], exact=True).verdict == "ok"
+    assert live.lossless([right], [other], exact=True).verdict == "fail"
+    assert live.lossless([right], [other], exact=False).verdict == "warn"
+
+
+def test_a_node_with_other_versions_is_named():
+    same = {"ray": "2.60.0", "python": "3.11.7"}
+    assert compare_versions({"10.0.0.1": same, "10.0.0.2": same}).verdict == "ok"
+    check = compare_versions({"10.0.0.1": same, "10.0.0.2": {**same, "ray": "2.59.0"}})
+    assert check.verdict == "fail"
+    assert "2.59.0 on 10.0.0.2" in check.reason

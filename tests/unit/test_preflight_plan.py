@@ -1,0 +1,154 @@
+"""What a run costs is arithmetic; what cannot fit is caught before it is started."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from eagle3_train.config import JobConfig, load_config
+from eagle3_train.preflight.plan import (
+    estimated_weight_bytes,
+    make_plan,
+    package_bytes,
+    plan_checks,
+)
+from eagle3_train.target.facts import facts_from
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "fixtures" / "targets"
+
+
+def facts(name, tmp_path):
+    return facts_from(json.loads((FIXTURES / f"{name}.json").read_text())["config"], tmp_path)
+
+
+def config(tmp_path, **sections):
+    base = {
+        "name": "t",
+        "runs_dir": str(tmp_path),
+        "target": {"path": "unused"},
+        "stream": {"max_bytes_in_flight": 1 << 33},
+        "train": {"gpus_per_worker": 1.0},
+        "engine": {"gpus_per_worker": 1.0},
+        "preflight": {"gpus_per_node": 8, "gpu_memory_bytes": 141_000_000_000},
+    }
+    for name, values in sections.items():
+        base[name] = base.get(name, {}) | values
+    return JobConfig.model_validate(base)
+
+
+def verdicts(job, target, package):
+    return {
+        check.name: check for check in plan_checks(job, target, make_plan(job, target), package)
+    }
+
+
+def test_the_dump_that_started_this_project_weighs_828_gb(tmp_path):
+    job = config(tmp_path, preflight={"samples": 10_000, "mean_tokens": 1444})
+    plan = make_plan(job, facts("kimi-k2.5", tmp_path))
+    assert plan.bytes_per_token == 57_344
+    assert round(plan.dump_bytes / 1e9) == 828
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [
+        ("kimi-k2.5", 595e9),
+        ("llama-3.1-8b", 16.1e9),
+        ("qwen3-30b-a3b", 61.1e9),
+        ("deepseek-v3", 688e9),
+    ],
+)
+def test_estimated_weights_are_the_published_checkpoints(name, published, tmp_path):
+    assert estimated_weight_bytes(facts(name, tmp_path)) == pytest.approx(published, rel=0.06)
+
+
+def test_a_store_smaller_than_one_window_is_caught(tmp_path):
+    target = facts("llama-3.1-8b", tmp_path)
+    window = make_plan(config(tmp_path), target).window_bytes
+    job = config(tmp_path, stream={"max_bytes_in_flight": window - 1})
+    check = verdicts(job, target, tmp_path)["stream_budget"]
+    assert check.verdict == "fail"
+    assert str(window) in check.action
+
+
+def test_a_package_over_the_upload_limit_is_caught(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "dump.bin").write_bytes(b"0" * 2000)
+    assert package_bytes(package) == 2000
+    job = config(tmp_path, preflight={"upload_limit_bytes": 1999})
+    check = verdicts(job, facts("llama-3.1-8b", tmp_path), package)["package_size"]
+    assert check.verdict == "fail"
+
+
+def test_more_gpus_than_there_are_and_replicas_larger_than_a_node_are_caught(tmp_path):
+    target = facts("llama-3.1-8b", tmp_path)
+    crowded = config(tmp_path, train={"workers": 8})
+    assert verdicts(crowded, target, tmp_path)["placement"].verdict == "fail"
+    wide = config(tmp_path, engine={"tensor_parallel": 16}, preflight={"nodes": 4})
+    assert "16" in verdicts(wide, target, tmp_path)["placement"].reason
+
+
+def test_a_target_that_leaves_no_room_is_caught_and_tp_makes_room(tmp_path):
+    target = facts("kimi-k2.5", tmp_path)
+    job = config(tmp_path, engine={"tensor_parallel": 4}, preflight={"gpus_per_node": 8})
+    assert verdicts(job, target, tmp_path)["engine_memory"].verdict == "fail"
+    job = config(tmp_path, engine={"tensor_parallel": 8}, preflight={"nodes": 2})
+    assert verdicts(job, target, tmp_path)["engine_memory"].verdict == "ok"
+
+
+def test_latent_attention_is_replicated_and_heads_are_divided(tmp_path):
+    for name, per_token in (("kimi-k2.5", 61 * 576 * 2), ("llama-3.1-8b", 32 * 2 * 1 * 128 * 2)):
+        job = config(tmp_path, engine={"tensor_parallel": 8}, preflight={"nodes": 2})
+        assert make_plan(job, facts(name, tmp_path)).kv_per_token == per_token
+
+
+def test_hours_follow_from_measured_rates_and_name_the_bottleneck(tmp_path):
+    rates = {
+        "capture_tokens_per_s": 1000,
+        "train_tokens_per_s": 500,
+        "samples": 3600,
+        "mean_tokens": 1000,
+    }
+    job = config(tmp_path, preflight=rates, train={"epochs": 2})
+    plan = make_plan(job, facts("llama-3.1-8b", tmp_path))
+    assert (plan.capture_hours, plan.train_hours) == (2.0, 4.0)
+    check = verdicts(job, facts("llama-3.1-8b", tmp_path), tmp_path)["rates"]
+    assert "training is the bottleneck" in check.reason
+
+
+def test_a_cache_saves_captures_but_not_training(tmp_path):
+    target = facts("llama-3.1-8b", tmp_path)
+    rates = {
+        "capture_tokens_per_s": 1000,
+        "train_tokens_per_s": 1000,
+        "samples": 3600,
+        "mean_tokens": 1000,
+    }
+    bytes_all = 3600 * 1000 * 4096 * 4 * 2
+    job = config(tmp_path, preflight=rates, train={"epochs": 3}, stream={"cache_bytes": bytes_all})
+    plan = make_plan(job, target)
+    assert (plan.capture_hours, plan.train_hours) == (1.0, 3.0)
+
+
+def test_colocation_leaves_the_trainer_what_the_engine_does_not_take(tmp_path):
+    target = facts("llama-3.1-8b", tmp_path)
+    shared = {"gpus_per_worker": 0.5}
+    engine = {**shared, "gpu_memory_utilization": 0.97}
+    job = config(tmp_path, engine=engine, train=shared)
+    assert verdicts(job, target, tmp_path)["trainer_memory"].verdict == "fail"
+    job = config(tmp_path, engine={**engine, "gpu_memory_utilization": 0.4}, train=shared)
+    assert verdicts(job, target, tmp_path)["trainer_memory"].verdict == "ok"
+
+
+@pytest.mark.parametrize("name", ["kimi-k2.5", "kimi-k2.5-two-node"])
+def test_the_kimi_configurations_fit_their_clusters(name, tmp_path):
+    job = load_config([ROOT / "configs" / f"{name}.yaml"], [f"runs_dir={tmp_path}"])
+    target = facts("kimi-k2.5", tmp_path)
+    plan = make_plan(job, target)
+    plan = replace(plan, checkpoint_bytes=0)  # the cluster's disk is not this machine's
+    job = job.model_copy(update={"stream": job.stream.model_copy(update={"cache_bytes": 0})})
+    checks = plan_checks(job, target, plan, tmp_path)
+    assert [check for check in checks if check.verdict == "fail"] == []
