@@ -1,0 +1,135 @@
+"""Static depth, drafter's half: the layers it reads, its rotary embedding, its class, its reach."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from eagle3_train.config import JobConfig
+from eagle3_train.drafter.checkpoint import read_checkpoint
+from eagle3_train.drafter.checkpoint_format import (
+    LLAMA,
+    MLA,
+    SWITCHES,
+    ServedTarget,
+    sglang_layer_ids,
+)
+from eagle3_train.engines.resolve import EngineIndex, Resolution, tapped_boundaries
+from eagle3_train.preflight.check import Check, attempt
+from eagle3_train.target.derive import drafter_rope, drafter_spec
+from eagle3_train.target.facts import TargetFacts, resolve_boundaries
+
+# Beyond this a drafter's cos/sin cache costs gigabytes, so fewer positions are a choice, not a mistake.
+_MOST_POSITIONS = 1_048_576
+
+
+def boundaries(config: JobConfig, facts: TargetFacts, engines: Sequence[Resolution]) -> Check:
+    """Whether trainer and engines mean the same layers by the configured aux boundaries."""
+    fix = "set drafter.aux_layers to boundaries every engine can tap"
+    try:
+        *chosen, last = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
+        aux = tuple(chosen)
+        if aux[0] == 0 and facts.mla:
+            raise ValueError("boundary 0 (the embeddings) cannot be tapped on DeepSeek-like models")
+        trained = _initial_boundaries(config, facts.num_layers)
+        if trained not in (None, aux):
+            raise ValueError(
+                f"drafter.init_from was trained on boundaries {trained}, this job would feed it {aux}"
+            )
+        served = [_taps(engine, aux, facts) for engine in engines if engine.supports_eagle3]
+    except ValueError as error:
+        return Check("boundaries", "fail", str(error), fix)
+    wrong = [f"{engine} would tap {taps}" for engine, taps in served if taps != aux]
+    if wrong:
+        return Check("boundaries", "fail", f"the trainer uses {aux}, but {'; '.join(wrong)}", fix)
+    who = ", ".join(["trainer", *(engine for engine, _ in served)])
+    return Check("boundaries", "ok", f"{aux} and {last} (after the last layer) for {who}")
+
+
+def _taps(
+    engine: Resolution, aux: tuple[int, ...], facts: TargetFacts
+) -> tuple[str, tuple[int, ...]]:
+    """What an engine taps when it reads the ids our export writes."""
+    if engine.engine == "vllm":
+        ids: tuple[int, ...] | None = aux
+    else:
+        served = ServedTarget(
+            vocab_size=facts.vocab_size,
+            hidden_size=facts.hidden_size,
+            num_layers=facts.num_layers,
+            serving_len=facts.max_position_embeddings,
+            sglang_ids=engine.layer_ids or "output",
+        )
+        written = sglang_layer_ids(aux, served)
+        ids = None if written is None else tuple(written)
+    return engine.engine, tapped_boundaries(engine.layer_ids, ids, facts.num_layers)
+
+
+def _initial_boundaries(config: JobConfig, num_layers: int) -> tuple[int, ...] | None:
+    """Boundaries of the warm-start checkpoint; None without one."""
+    if config.drafter.init_from is None:
+        return None
+    ids = read_checkpoint(Path(config.drafter.init_from))[3]
+    return resolve_boundaries(ids, num_layers)[:-1]
+
+
+def rope(config: JobConfig, facts: TargetFacts) -> Check:
+    """Whether the target's rotary embedding can be copied into the drafter."""
+
+    def describe() -> str:
+        spec = drafter_rope(facts, interleaved=config.drafter.attention == "mla")
+        stretch = f" x{spec.factor:g}" if spec.factor != 1 else ""
+        return f"{spec.rope_type}{stretch}, theta {spec.theta:g}, copied into the drafter"
+
+    check = attempt("rope", "this rotary embedding has no drafter yet", describe)
+    partial = facts.rope.partial_rotary_factor
+    if check.verdict == "ok" and partial != 1:
+        reason = (
+            f"{check.reason}; the target rotates {partial:g} of each head, the drafter all of it"
+        )
+        return Check("rope", "warn", reason, "expected; no action")
+    return check
+
+
+def drafter(config: JobConfig, facts: TargetFacts, engines: Sequence[EngineIndex]) -> list[Check]:
+    """Whether the drafter can be built, and whether each engine knows its class and switches."""
+    try:
+        spec = drafter_spec(facts, config.drafter)
+    except ValueError as error:
+        return [Check("drafter", "fail", str(error), "change the drafter section")]
+    checks = []
+    if spec.intermediate_size < spec.hidden_size:
+        reason = (
+            f"intermediate_size {spec.intermediate_size} (an expert's width) is below hidden_size"
+        )
+        fix = "set drafter.intermediate_size, e.g. to four times hidden_size"
+        checks.append(Check("drafter_width", "warn", reason, fix))
+    architecture = MLA if spec.attention == "mla" else LLAMA
+    wanted = {switch for switch in SWITCHES if getattr(config.drafter, switch)}
+    for index in engines:
+        known = index.find(architecture)
+        lacks = wanted - set(known.options) if known else {architecture}
+        if lacks:
+            checks.append(
+                Check(
+                    "drafter",
+                    "fail" if index is engines[0] else "warn",
+                    f"{index.engine} {index.version} does not serve {', '.join(sorted(lacks))}",
+                    "leave it out of the drafter section, or serve with another version",
+                )
+            )
+    shape = f"{spec.num_heads} heads ({spec.num_kv_heads} kv) of {spec.head_dim}, MLP {spec.intermediate_size}"
+    return checks or [Check("drafter", "ok", f"{architecture}: {shape}, {spec.num_aux} aux states")]
+
+
+def positions(config: JobConfig, facts: TargetFacts) -> Check:
+    """Whether the drafter's rotary cache reaches as far as the target is served."""
+    given = config.drafter.max_position_embeddings or facts.max_position_embeddings
+    needed = max(config.engine.max_model_len, min(facts.max_position_embeddings, _MOST_POSITIONS))
+    if config.engine.max_model_len > facts.max_position_embeddings:
+        reason = f"engine.max_model_len={config.engine.max_model_len} exceeds the target's {facts.max_position_embeddings}"
+        return Check("positions", "fail", reason, "lower engine.max_model_len")
+    if given < needed:
+        reason = f"a drafter of {given} positions crashes the engine beyond them; the target serves {needed}"
+        return Check("positions", "fail", reason, "leave drafter.max_position_embeddings out")
+    return Check("positions", "ok", f"the drafter serves {given} positions")
