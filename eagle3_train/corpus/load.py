@@ -152,7 +152,9 @@ def _prompt(row: Conversation | TokenRow, renderer: Renderer, config: CorpusConf
         conversation = cut_for_answer(row, config.history)
         id, messages_json = conversation.id, conversation.to_json()
         ids = np.array(renderer.prompt_ids(conversation.messages, conversation.tools))
-    if not 0 < len(ids) < config.max_len:
+    if not len(ids):
+        raise Unusable("no_prompt", "the first token is supervised already")
+    if len(ids) >= config.max_len:
         raise Unusable("prompt_too_long", f"{len(ids)} tokens leave no room in {config.max_len}")
     return Prompt(id, row.domain, ids.astype(np.int32), messages_json)
 
@@ -168,16 +170,20 @@ def _samples(
     else:
         rows = renderer.answered_rows(row, config.supervise_inserted_think)
     samples = []
-    for turn, (ids, mask) in enumerate(rows):
+    truncated = False
+    for turn, (ids, flags) in enumerate(rows):
         id = f"{row.id}-t{turn}" if len(rows) > 1 else row.id
-        kept = np.array(mask[: config.max_len], dtype=np.bool_)
+        mask = np.array(flags[: config.max_len], dtype=np.bool_)
+        mask[0] = False  # nothing precedes the first token: no state to draft it from
+        truncated |= any(flags[config.max_len :])
         # A draft step needs two supervised tokens in a row: one to start from, one to predict.
-        if (kept[1:] & kept[:-1]).any():
-            cut_ids = np.array(ids[: config.max_len], dtype=np.int32)
-            samples.append(Sample(id, row.domain, cut_ids, kept))
+        if (mask[1:] & mask[:-1]).any():
+            end = int(np.flatnonzero(mask)[-1]) + 1
+            kept_ids = np.array(ids[:end], dtype=np.int32)
+            samples.append(Sample(id, row.domain, kept_ids, mask[:end]))
     if not samples:
         raise Unusable("nothing_supervised", f"no answer within max_len={config.max_len}")
-    if any(len(ids) > config.max_len for ids, _ in rows):
+    if truncated:
         accounting.fixed["truncated"] += 1
     if len(rows) > 1:
         accounting.fixed["one_row_per_turn"] += 1

@@ -392,3 +392,29 @@ def test_limit_takes_the_first_usable_rows(tmp_path: Path, tokenizer_dir: str) -
     content = lines(row("", ""), *[row(f"Q{n}") for n in range(5)])
     found = prompts(content, tmp_path, tokenizer_dir, limit=2, min_yield=0)
     assert [p["messages"][0]["content"] for p in found] == ["Q0", "Q1"]
+
+
+def test_tokenised_rows_are_trimmed_to_what_can_be_trained_and_can_be_prompts(
+    tmp_path: Path, tokenizer_dir: str
+) -> None:
+    rows = [
+        {
+            "input_ids": [5, 6, 7, 8, 9],
+            "loss_mask": [True, False, True, True, False],
+            "domain": "d",
+        },
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]},
+        {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+        {"input_ids": [5, 6]},
+    ]
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(lines(*rows))
+    loaded = given(str(path), tokenizer_dir)
+    assert [s.input_ids.tolist() for s in loaded.samples] == [[5, 6, 7, 8], [5, 6, 7]]
+    assert loaded.samples[0].loss_mask.tolist() == [False, False, True, True]
+    assert loaded.samples[0].domain == "d"
+    assert loaded.accounting.dropped == {"nothing_supervised": 1, "no_loss_mask": 1}
+    config = CorpusConfig(sources=(str(path),), min_yield=0, deduplicate=False)
+    asked = load_prompts(config, tokenizer_dir, False, None)
+    assert [p.input_ids.tolist() for p in asked.prompts] == [[5], [5], [5, 6]]
+    assert asked.accounting.dropped == {"no_prompt": 1}
