@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,72 @@ class Answer:
     output_ids: tuple[int, ...]
     num_drafts: int | None = None
     num_accepted: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One pass over the prompts of one dataset; wall_s is its time in seconds, the rest vLLM's counters over it."""
+
+    answers: tuple[Answer, ...]
+    wall_s: float
+    num_drafts: int
+    num_accepted: int
+    accepted_per_position: tuple[int, ...]
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens the engine produced."""
+        return sum(len(answer.output_ids) for answer in self.answers)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second, all requests together."""
+        return self.output_tokens / self.wall_s
+
+
+def pooled(parts: Sequence[Measurement]) -> Measurement:
+    """Passes over several datasets as one."""
+    return Measurement(
+        answers=tuple(answer for part in parts for answer in part.answers),
+        wall_s=sum(part.wall_s for part in parts),
+        num_drafts=sum(part.num_drafts for part in parts),
+        num_accepted=sum(part.num_accepted for part in parts),
+        accepted_per_position=tuple(
+            map(sum, zip(*(part.accepted_per_position for part in parts), strict=True))
+        ),
+    )
+
+
+def served_row(served: Measurement, plain: Measurement | None, exact: bool) -> dict[str, Any]:
+    """One line of evaluation.json, names of dataset, drafter and setting apart.
+
+    exact: greedy in float32, where every answer must equal the plain engine's. acceptance_length is vLLM's own
+    count; acceptance_length_kept leaves out drafts accepted beyond the end of an answer.
+    """
+    drafts = max(served.num_drafts, 1)
+    per_position = [count / drafts for count in served.accepted_per_position]
+    outputs = [answer.output_ids for answer in served.answers]
+    reference = {answer.id: answer.output_ids for answer in plain.answers} if plain else {}
+    same = [reference[a.id] == a.output_ids for a in served.answers if a.id in reference]
+    return {
+        "num_speculative_tokens": len(per_position),
+        "requests": len(outputs),
+        "output_tokens": served.output_tokens,
+        "num_drafts": served.num_drafts,
+        "acceptance_length": 1.0 + served.num_accepted / drafts,
+        "acceptance_length_kept": (served.output_tokens - len(outputs)) / drafts,
+        "acceptance_interval": acceptance_interval(served.answers),
+        "acceptance_by_context": length_buckets(served.answers),
+        "per_position_acceptance": per_position,
+        "conditional_acceptance": conditional(per_position),
+        "tokens_per_s": served.tokens_per_s,
+        "tokens_per_s_plain": plain.tokens_per_s if plain else None,
+        "speedup": served.tokens_per_s / plain.tokens_per_s if plain else None,
+        "distinct_bigram": distinct_bigrams(outputs),
+        "looping": looping(outputs),
+        "identical_answers": sum(same) / len(same) if same else None,
+        "lossless": all(same) if same and exact else None,
+    }
 
 
 def distinct_bigrams(answers: Sequence[Sequence[int]]) -> float | None:

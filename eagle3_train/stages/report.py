@@ -14,7 +14,14 @@ from typing import Any
 from eagle3_train.config import JobConfig
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log, read_metrics
-from eagle3_train.stages.report_page import Document, Table, draw_figures, html, markdown
+from eagle3_train.stages.report_page import (
+    Document,
+    Table,
+    draw_figures,
+    html,
+    markdown,
+    trained_tokens,
+)
 
 Json = dict[str, Any]
 
@@ -86,8 +93,8 @@ def summarise(config: JobConfig, run_dir: RunDir) -> Json:
         "alarms": evaluation["alarms"],
         "samples_expected": trained["samples_expected"],
         "samples_trained": trained["samples_trained"],
-        "steps": len(steps),
-        "tokens_trained": steps[-1]["tokens"] if steps else 0,
+        "steps": trained["steps"],
+        "tokens_trained": int(max(trained_tokens(steps)[1])),
         "final_loss": steps[-1]["train/loss"] if steps else None,
         "train_tokens_per_s": _median([line["perf/tokens_per_s"] for line in steps]),
         "data_wait_frac": _median([line["perf/data_wait_frac"] for line in steps]),

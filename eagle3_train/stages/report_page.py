@@ -10,6 +10,7 @@ from html import escape
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.figure import Figure
 
 Json = dict[str, Any]
@@ -92,6 +93,15 @@ def draw_figures(metrics: list[Json], summary: Json) -> dict[str, str]:
     return figures
 
 
+def trained_tokens(steps: list[Json]) -> tuple[list[int], list[float]]:
+    """Steps and the tokens trained by then; steps between two records count like the later one."""
+    at, tokens = [0], [0.0]
+    for line in steps:
+        tokens.append(tokens[-1] + line["perf/tokens"] * (line["step"] - at[-1]))
+        at.append(line["step"])
+    return at, tokens
+
+
 def _training(metrics: list[Json], _: Json) -> Figure | None:
     steps = [line for line in metrics if "train/loss" in line]
     evaluations = [line for line in metrics if "eval/expected_acceptance_length" in line]
@@ -99,14 +109,15 @@ def _training(metrics: list[Json], _: Json) -> Figure | None:
         return None
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.plot([s["tokens"] for s in steps], [s["train/loss"] for s in steps], color=SLATE)
+    at, tokens = trained_tokens(steps)
+    axes.plot(tokens[1:], [s["train/loss"] for s in steps], color=SLATE)
     axes.set(title="Training", xlabel="tokens trained", ylabel="loss")
     axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 5), useMathText=True)
     if evaluations:
         right = axes.twinx()
         right.grid(visible=False)
         right.plot(
-            [e["tokens"] for e in evaluations],
+            np.interp([e["step"] for e in evaluations], at, tokens),
             [e["eval/expected_acceptance_length"] for e in evaluations],
             color=BLUE,
             marker="o",

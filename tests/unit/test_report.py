@@ -13,6 +13,7 @@ import pytest
 from eagle3_train.config import JobConfig
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import report
+from eagle3_train.stages.report_page import trained_tokens
 
 ISSUE_KEYS = {
     "acceptance_length",
@@ -70,8 +71,7 @@ def record(config: JobConfig) -> None:
         {
             "step": s,
             "epoch": 0,
-            "tokens": 100 * s,
-            "time_s": 1.0 * s,
+            "perf/tokens": 100,
             "train/loss": 5.0 / s,
             "perf/tokens_per_s": 90.0 + s,
             "perf/data_wait_frac": 0.25,
@@ -105,6 +105,7 @@ def record(config: JobConfig) -> None:
     trained = {
         "samples_expected": 10,
         "samples_trained": 10,
+        "steps": 5,
         "peak_bytes_in_flight": 2**19,
         "hidden_state_bytes_total": 2**23,
     }
@@ -143,6 +144,11 @@ def test_what_the_run_says_cannot_inject_html(config: JobConfig) -> None:
     page = (RunDir(config.run_path).report / "index.html").read_text()
     assert "<b>leak</b>" not in page
     assert "&lt;b&gt;leak&lt;/b&gt;" in page
+
+
+def test_tokens_are_summed_over_steps_that_were_not_logged() -> None:
+    lines = [{"step": 10, "perf/tokens": 7}, {"step": 20, "perf/tokens": 9}]
+    assert trained_tokens(lines) == ([0, 10, 20], [0.0, 70.0, 160.0])
 
 
 @pytest.mark.parametrize("stage", ["evaluate", "train"])
