@@ -90,8 +90,13 @@ def engine_index(engine: Engine, version: str | None = None) -> EngineIndex | No
 def resolve_target(facts: TargetFacts, index: EngineIndex) -> Resolution:
     """How `index`'s engine would load the target; the target's own code is looked at, never run."""
 
+    # A wrapper promises what only the language model inside it can keep.
+    inner = [index.find(name) for name in facts.text_architectures]
+    untapped = any(language_model and not language_model.layer_ids for language_model in inner)
+
     def result(found: EngineClass | None, backend: str, needs_code: bool = False) -> Resolution:
         name, ids = (found.resolved_class, found.layer_ids) if found else ("", "")
+        ids = "" if untapped else ids
         return Resolution(
             *(index.engine, index.version, index.origin, name, backend),  # type: ignore[arg-type]
             needs_code=needs_code,

@@ -132,4 +132,8 @@ def positions(config: JobConfig, facts: TargetFacts) -> Check:
     if given < needed:
         reason = f"a drafter of {given} positions crashes the engine beyond them; the target serves {needed}"
         return Check("positions", "fail", reason, "leave drafter.max_position_embeddings out")
+    if given > _MOST_POSITIONS:
+        reason = f"a rotary cache of {given} positions costs gigabytes in every engine"
+        fix = "set drafter.max_position_embeddings to the longest sequence that will be served"
+        return Check("positions", "warn", reason, fix)
     return Check("positions", "ok", f"the drafter serves {given} positions")

@@ -71,6 +71,14 @@ def test_an_unknown_architecture_is_unsupported_and_remote_code_needs_its_code(t
     assert resolve_target(facts_from(config, tmp_path), index).backend == "unsupported"
 
 
+def test_a_wrapper_promises_only_what_its_language_model_keeps(tmp_path):
+    kimi = json.loads((TARGETS[0].parent / "kimi-k2.5.json").read_text())["config"]
+    index = engine_index("vllm", "0.23.0")
+    assert resolve_target(facts_from(kimi, tmp_path), index).supports_eagle3
+    kimi["text_config"]["architectures"] = ["MixtralForCausalLM"]
+    assert not resolve_target(facts_from(kimi, tmp_path), index).supports_eagle3
+
+
 @pytest.mark.parametrize(
     ("layer_ids", "ids", "tapped"),
     [

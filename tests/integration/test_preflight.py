@@ -1,0 +1,98 @@
+"""The live depth on real engines: a tiny Llama, and a tiny target in Kimi-K2.5's shape (wrapper, MLA, MoE)."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from eagle3_train.config import JobConfig
+from eagle3_train.preflight.check import failed
+from eagle3_train.preflight.live import live_checks
+from eagle3_train.target.facts import read_facts
+from tests.tiny import AUX, write_target
+
+pytestmark = pytest.mark.vllm
+
+
+def write_kimi(directory: Path) -> Path:
+    """The tiny MLA target inside Kimi-K2.5's wrapper; the vision tower is never built."""
+    write_target(directory, "mla")
+    text = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    vision = {
+        "model_type": "kimi_k25_vision",
+        "patch_size": 14,
+        "vt_hidden_size": 64,
+        "vt_intermediate_size": 128,
+        "vt_num_attention_heads": 4,
+        "vt_num_hidden_layers": 2,
+        "mm_hidden_size": 64,
+        "text_hidden_size": 64,
+        "merge_kernel_size": [2, 2],
+        "init_pos_emb_height": 8,
+        "init_pos_emb_width": 8,
+        "init_pos_emb_time": 4,
+        "pos_emb_type": "divided_fixed",
+        "merge_type": "sd2_tpool",
+        "mm_projector_type": "patchmerger",
+        "projector_hidden_act": "gelu",
+        "video_attn_type": "spatial_temporal",
+    }
+    wrapper: dict[str, Any] = {
+        "architectures": ["KimiK25ForConditionalGeneration"],
+        "model_type": "kimi_k25",
+        "dtype": "float32",
+        "text_config": text,
+        "vision_config": vision,
+        "media_placeholder_token_id": 500,
+        "ignore_index": -100,
+        "pad_token_id": 2,
+    }
+    (directory / "config.json").write_text(json.dumps(wrapper))
+    (directory / "preprocessor_config.json").write_text("{}")
+    file = directory / "model.safetensors"
+    save_file({f"language_model.{name}": t for name, t in load_file(file).items()}, file)
+    return directory
+
+
+def job(folder: Path, target: Path, **drafter: Any) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "name": "t",
+            "runs_dir": str(folder),
+            "target": {"path": str(target)},
+            "drafter": {"intermediate_size": 128, **drafter},
+            "corpus": {"max_len": 256},
+            "engine": {
+                "dtype": "float32",
+                "max_model_len": 256,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 512,
+                "kv_cache_bytes": 64 << 20,
+                "enforce_eager": True,
+            },
+            "stream": {"max_bytes_in_flight": 1 << 30},
+            "train": {"dtype": "float32"},
+        }
+    )
+
+
+def test_a_sound_llama_passes_every_live_check(tmp_path: Path) -> None:
+    target = write_target(tmp_path / "target", "llama")
+    config = job(tmp_path, target, draft_vocab_size=256)
+    checks = live_checks(config, read_facts(target))
+    names = [check.name for check in checks if check.verdict == "ok"]
+    assert failed(checks) == []
+    assert {"teacher_parity", "chunked_prefill", "prefix_hit", "lossless", "draft_parity"} <= set(
+        names
+    )
+
+
+def test_a_kimi_shaped_target_with_an_mla_drafter_passes(tmp_path: Path) -> None:
+    target = write_kimi(tmp_path / "target")
+    config = job(tmp_path, target, attention="mla", aux_layers=AUX["mla"], draft_vocab_size=256)
+    checks = live_checks(config, read_facts(target))
+    assert failed(checks) == []
+    names = [check.name for check in checks if check.verdict == "ok"]
+    assert {"teacher_parity", "lossless", "draft_parity"} <= set(names)
