@@ -12,6 +12,9 @@ class EngineSpec:
 
     purpose: "capture" taps `boundaries` (sorted, last one is L) and also generates; "serve" drafts with
     the EAGLE-3 checkpoint in `drafter`; "plain" only generates. Sizes are tokens and bytes.
+    arena_bytes: host memory the hidden states pass through; null fits a few engine steps.
+    chunked_prefill: null is on where it is correct (off on CPU and while serving a drafter).
+    own_process: run vLLM's core in a process of its own (GPU) instead of the caller's (CPU); null chooses.
     """
 
     model: str
@@ -32,6 +35,11 @@ class EngineSpec:
     prefix_caching: bool = False
     load_format: str = "auto"
     seed: int = 0
+    capture_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    arena_bytes: int | None = None
+    chunked_prefill: bool | None = None
+    block_size: int | None = None
+    own_process: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,361 @@
+"""One vLLM engine: continuous batching over everything its callers submit, hidden states on request.
+
+A single thread owns vLLM: it builds the engine, admits requests between steps and steps while there is
+work. Callers on any thread get futures. States arrive through the hand-over arena and are checked on
+arrival: the ids the engine computed equal the ids that were asked for, nothing is missing, all is finite.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from eagle3_train.engines import versions
+from eagle3_train.engines.capture import Captured, CapturedPack, Captures
+from eagle3_train.engines.launch import EngineError, batched_tokens, check, launch
+from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
+from eagle3_train.engines.worker import Drafted
+from eagle3_train.records import EngineFacts, Generation
+from eagle3_train.target.facts import read_facts
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Pause between steps that only wait for a copy to finish.
+IDLE_STEP_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished request; `captured` when its states were asked for (release them)."""
+
+    generation: Generation
+    captured: Captured | None
+
+
+@dataclass(slots=True)
+class _Running:
+    """A request inside vLLM."""
+
+    request: Request
+    future: Future[Completion]
+
+
+class Engine:
+    """Wraps vLLM's LLMEngine; one live engine per process when the core shares it."""
+
+    def __init__(self, spec: EngineSpec) -> None:
+        """Start the engine; returns when it can serve. Raises ValueError or EngineError."""
+        self.spec = spec
+        self._target = read_facts(spec.model)
+        check(spec, self._target)
+        versions.prepare_environment(spec.own_process)
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._running: dict[str, _Running] = {}
+        self._numbers = iter(range(1 << 62))
+        self._counters = Acceptance(0, 0, 0, (0,) * spec.num_speculative_tokens)
+        self._gate = threading.Lock()  # nothing is queued once `_death` is set
+        self._death: EngineError | None = None
+        self._closing = False
+        self._captures: Captures | None = None
+        if spec.purpose == "capture":
+            self._captures = Captures(
+                (len(spec.boundaries), self._target.hidden_size),
+                getattr(torch, spec.capture_dtype),
+                spec.arena_bytes or self._default_arena_bytes(),
+            )
+        started = time.monotonic()
+        ready: Future[None] = Future()
+        self._thread = threading.Thread(
+            target=self._serve, args=(ready,), name="engine", daemon=True
+        )
+        self._thread.start()
+        try:
+            ready.result()
+        except BaseException:
+            self.close()
+            raise
+        self._start_s = time.monotonic() - started
+        self._facts = self._call(self._read_facts)
+
+    # What callers use.
+
+    def submit(self, request: Request) -> Future[Completion]:
+        """Queue one request. A request vLLM refuses fails its own future with ValueError."""
+        return self._submit(request, None)
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Answer all, in order of `requests`; raises the first failure."""
+        futures = [self.submit(request) for request in requests]
+        return [future.result().generation for future in futures]
+
+    def capture(self, samples: Sequence[npt.NDArray[np.int32]]) -> CapturedPack:
+        """Prefill each sample; one contiguous block of states, samples in order. Release it.
+
+        Samples that came back wrong are listed in `bad` and their rows are zero. Waits for room in the arena.
+        """
+        captures = self._expect_captures()
+        pack = captures.open_pack([len(sample) for sample in samples])
+        futures = [
+            self._submit(Request(str(i), tuple(sample.tolist()), capture=True), pack.slots[i])
+            for i, sample in enumerate(samples)
+        ]
+        failure: BaseException | None = None
+        for index, future in enumerate(futures):
+            error = future.exception()
+            if isinstance(error, ValueError):
+                pack.spoil(index, str(error))
+            else:
+                failure = failure or error
+        if failure is not None:
+            pack.release()
+            raise failure
+        return pack
+
+    def acceptance(self) -> Acceptance:
+        """Speculative counters since the engine started."""
+        return self._call(lambda: self._counters)
+
+    def load_drafter(self, directory: str) -> None:
+        """Swap in the weights and d2t of another drafter of the same shape. The engine must be idle."""
+
+        def swap() -> None:
+            if self._running:
+                raise ValueError("a drafter can only be swapped while no request is running")
+            self._llm.collective_rpc("load_drafter", args=(directory,))
+            self._llm.reset_prefix_cache()
+
+        self._call(swap)
+
+    def record_drafts(self) -> None:
+        """Keep every list of draft tokens from now on; for tests, core in this process."""
+        self._call(lambda: self._llm.collective_rpc("record_drafts"))
+
+    def take_drafts(self) -> list[Drafted]:
+        """Lists of draft tokens recorded since the last call, in order."""
+        drafts: list[Drafted] = self._call(lambda: self._llm.collective_rpc("take_drafts")[0])
+        return drafts
+
+    def facts(self) -> EngineFacts:
+        """What the started engine says of itself."""
+        return self._facts
+
+    @property
+    def dead(self) -> EngineError | None:
+        """Why the engine can no longer serve, or None."""
+        return self._death
+
+    def close(self) -> None:
+        """Stop vLLM and give everything back; unfinished requests fail."""
+        self._closing = True
+        self._inbox.put(lambda: None)
+        self._thread.join()
+        if self._captures is not None:
+            self._captures.close()
+
+    # The engine thread.
+
+    def _serve(self, ready: Future[None]) -> None:
+        """Build vLLM, then admit and step until closed or dead."""
+        try:
+            connector = self._captures.connector_config if self._captures is not None else {}
+            self._llm = launch(self.spec, self._target, connector, [self._make_stat_logger])
+            self._tokenizer = self._llm.get_tokenizer()
+        except BaseException as error:  # noqa: BLE001 - raised by the constructor
+            self._fail_all(EngineError(str(error)))
+            ready.set_exception(error)
+            return
+        ready.set_result(None)
+        try:
+            while not self._closing:
+                self._admit()
+                self._step()
+            self._fail_all(EngineError("the engine was closed"))
+        except Exception as error:
+            log.exception("the engine died")
+            self._fail_all(EngineError(f"{versions.name()} died: {error!r}"))
+        finally:
+            versions.shut_down(self._llm)
+            del self._llm
+
+    def _admit(self) -> None:
+        """Run what callers queued; when there is nothing else to do, wait for it."""
+        busy = self._llm.has_unfinished_requests()
+        if not busy and versions.core_is_busy(self._llm):
+            busy = True
+            time.sleep(IDLE_STEP_S)
+        while True:
+            try:
+                job = self._inbox.get(block=not busy)
+            except queue.Empty:
+                return
+            job()
+            busy = True
+
+    def _step(self) -> None:
+        if self._llm.has_unfinished_requests() or versions.core_is_busy(self._llm):
+            for output in self._llm.step():
+                if output.finished:
+                    self._finish(output)
+
+    def _finish(self, output: Any) -> None:
+        """Complete a request's future, or hand it to the captures."""
+        running = self._running.pop(output.request_id)
+        answer = output.outputs[0]
+        prompt_ids, output_ids = running.request.prompt_ids, tuple(answer.token_ids)
+        generation = Generation(
+            id=running.request.id,
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            finish_reason=str(answer.finish_reason),
+            text=self._tokenizer.decode(list(output_ids), skip_special_tokens=True),
+        )
+        if not running.request.capture:
+            running.future.set_result(Completion(generation, None))
+            return
+        assert self._captures is not None
+        self._captures.generated(
+            output.request_id,
+            (*prompt_ids, *output_ids)[:-1],
+            (output.kv_transfer_params or {}).get("captured_tokens"),
+            lambda captured: Completion(generation, captured),
+        )
+
+    def _start(self, key: str, request: Request, future: Future[Completion]) -> None:
+        """Give one request to vLLM."""
+        if self._death is not None:
+            if not future.done():
+                future.set_exception(self._death)
+            return
+        self._running[key] = _Running(request, future)
+        try:
+            self._llm.add_request(
+                key, {"prompt_token_ids": list(request.prompt_ids)}, self._sampling(key, request)
+            )
+        except versions.refusals() as error:
+            if request.capture:
+                self._expect_captures().forget(key)
+            del self._running[key]
+            future.set_exception(ValueError(f"request {request.id}: {error}"))
+
+    def _fail_all(self, error: EngineError) -> None:
+        """Fail everything that waits, now and later."""
+        with self._gate:
+            self._death = error
+        if self._captures is not None:
+            self._captures.fail_all(error)
+        for running in self._running.values():
+            if not running.future.done():
+                running.future.set_exception(error)
+        self._running.clear()
+        while not self._inbox.empty():
+            self._inbox.get()()
+
+    # Details.
+
+    def _submit(self, request: Request, slot: Any) -> Future[Completion]:
+        if not request.prompt_ids:
+            raise ValueError(f"request {request.id} has no tokens")
+        future: Future[Completion] = Future()
+        key = str(next(self._numbers))
+        if request.capture:
+            self._expect_captures().expect(key, future, slot)
+        self._queue(partial(self._start, key, request, future))
+        return future
+
+    def _queue(self, job: Callable[[], None]) -> None:
+        """Run `job` on the engine thread, or here and now when that has ended."""
+        with self._gate:
+            if self._death is None:
+                self._inbox.put(job)
+                return
+        job()
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Run `function` on the engine thread between two steps."""
+        future: Future[T] = Future()
+
+        def job() -> None:
+            if self._death is not None:
+                future.set_exception(self._death)
+                return
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - raised in the caller
+                future.set_exception(error)
+
+        self._queue(job)
+        return future.result()
+
+    def _sampling(self, key: str, request: Request) -> Any:
+        """vLLM's SamplingParams."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            max_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            seed=request.seed,
+            ignore_eos=request.ignore_eos,
+            stop_token_ids=list(request.stop_token_ids),
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            extra_args=({"kv_transfer_params": {"capture_key": key}} if request.capture else None),
+        )
+
+    def _expect_captures(self) -> Captures:
+        if self._captures is None:
+            raise ValueError(
+                f"a {self.spec.purpose} engine captures nothing; start a capture engine"
+            )
+        return self._captures
+
+    def _default_arena_bytes(self) -> int:
+        """Four engine steps, or four of the longest samples."""
+        tokens = 4 * max(batched_tokens(self.spec), self.spec.max_model_len)
+        itemsize: int = getattr(torch, self.spec.capture_dtype).itemsize
+        row = len(self.spec.boundaries) * self._target.hidden_size * itemsize
+        return tokens * (row + 4)
+
+    def _make_stat_logger(self, *_vllm_config_and_index: Any) -> Any:
+        return versions.stat_logger(self._count)
+
+    def _count(self, drafts: Any) -> None:
+        now = self._counters
+        self._counters = Acceptance(
+            now.num_drafts + drafts.num_drafts,
+            now.num_draft_tokens + drafts.num_draft_tokens,
+            now.num_accepted_tokens + drafts.num_accepted_tokens,
+            tuple(
+                a + b
+                for a, b in zip(
+                    now.accepted_per_position, drafts.num_accepted_tokens_per_pos, strict=True
+                )
+            ),
+        )
+
+    def _read_facts(self) -> EngineFacts:
+        config = self._llm.vllm_config.model_config
+        return EngineFacts(
+            engine=versions.name(),
+            resolved_class=self._llm.collective_rpc("target_class")[0],
+            boundaries=self.spec.boundaries,
+            hidden_size=int(config.get_hidden_size()),
+            vocab_size=int(config.get_vocab_size()),
+            dtype=str(config.dtype).removeprefix("torch."),
+            start_s=round(self._start_s, 2),
+        )

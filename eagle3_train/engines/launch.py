@@ -1,0 +1,163 @@
+"""From an EngineSpec to a running vLLM engine: arguments, backend traps, one clear message on failure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from eagle3_train.engines import versions
+from eagle3_train.engines.spec import EngineSpec
+from eagle3_train.target.facts import TargetFacts
+
+CPU_KV_CACHE_BYTES = 1 << 30
+CONNECTOR_MODULE = "eagle3_train.engines.connector"
+
+
+class EngineError(RuntimeError):
+    """An engine that cannot start, or that has died; the message says what to do."""
+
+
+def check(spec: EngineSpec, facts: TargetFacts) -> None:
+    """Refuse, before anything is loaded, what can be known to fail. Raises ValueError."""
+    if spec.purpose == "serve" and (not spec.drafter or spec.num_speculative_tokens < 1):
+        raise ValueError(
+            "a serving engine needs EngineSpec.drafter and num_speculative_tokens >= 1, got "
+            f"drafter={spec.drafter!r}, num_speculative_tokens={spec.num_speculative_tokens}"
+        )
+    if spec.purpose == "capture":
+        wanted = spec.boundaries
+        if not wanted or list(wanted) != sorted(set(wanted)) or wanted[-1] != facts.num_layers:
+            raise ValueError(
+                f"a capture engine needs sorted distinct boundaries that end with L={facts.num_layers} "
+                f"({spec.model} has {facts.num_layers} layers), got {wanted}"
+            )
+    if spec.max_model_len > facts.max_position_embeddings:
+        raise ValueError(
+            f"engine.max_model_len={spec.max_model_len} exceeds the {facts.max_position_embeddings} "
+            f"positions of {spec.model}; lower it"
+        )
+
+
+def compute_dtype(spec: EngineSpec) -> str:
+    """dtype vLLM is asked for: its CPU kernels are only trusted in float32."""
+    return "float32" if spec.dtype == "auto" and versions.on_cpu() else spec.dtype
+
+
+def batched_tokens(spec: EngineSpec) -> int:
+    """Tokens of one engine step; whole prompts must fit where chunking is off."""
+    chosen = spec.max_num_batched_tokens or (
+        max(2048, spec.max_model_len) if versions.on_cpu() else max(8192, spec.max_model_len)
+    )
+    return chosen if chunks_prefill(spec) else max(chosen, spec.max_model_len)
+
+
+def chunks_prefill(spec: EngineSpec) -> bool:
+    """Whether prompts may be prefilled in parts.
+
+    On CPU seeded sampling crashes with it; while drafting, vLLM 0.32 leaves a wrong entry in the drafter's
+    KV cache after every part but the last.
+    """
+    if spec.chunked_prefill is not None:
+        return spec.chunked_prefill
+    return spec.purpose != "serve" and not versions.on_cpu()
+
+
+def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments of vLLM's EngineArgs."""
+    kwargs: dict[str, Any] = {
+        "model": spec.model,
+        "tokenizer": spec.tokenizer,
+        "trust_remote_code": spec.trust_remote_code,
+        "dtype": compute_dtype(spec),
+        "tensor_parallel_size": spec.tensor_parallel,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": spec.max_num_seqs,
+        "max_num_batched_tokens": batched_tokens(spec),
+        "enable_chunked_prefill": chunks_prefill(spec),
+        "gpu_memory_utilization": spec.gpu_memory_utilization,
+        "kv_cache_memory_bytes": spec.kv_cache_bytes,
+        "enforce_eager": spec.enforce_eager,
+        "enable_prefix_caching": spec.prefix_caching,
+        "load_format": spec.load_format,
+        "seed": spec.seed,
+        "disable_log_stats": spec.purpose != "serve",
+        "worker_extension_cls": "eagle3_train.engines.worker.WorkerExtension",
+    }
+    if spec.block_size is not None:
+        kwargs["block_size"] = spec.block_size
+    if spec.tensor_parallel > 1:
+        kwargs["distributed_executor_backend"] = "mp"
+    if facts.is_multimodal:
+        kwargs["language_model_only"] = True
+    if versions.on_cpu():
+        kwargs["kv_cache_memory_bytes"] = spec.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        if facts.mla is not None:  # the C++ RoPE op rotates MLA's keys wrongly
+            kwargs["compilation_config"] = {"custom_ops": ["none"]}
+    if spec.purpose == "serve":
+        kwargs["speculative_config"] = {
+            "method": "eagle3",
+            "model": spec.drafter,
+            "num_speculative_tokens": spec.num_speculative_tokens,
+        }
+    if spec.purpose == "capture":
+        kwargs |= _capture_arguments(spec, connector)
+    return kwargs
+
+
+def _capture_arguments(spec: EngineSpec, connector: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "scheduler_cls": "eagle3_train.engines.scheduler.CaptureScheduler",
+        "speculative_config": {
+            "method": "extract_hidden_states",
+            "num_speculative_tokens": 1,
+            "enforce_eager": True,  # graph padding would scatter states into a foreign block (0.23)
+            "draft_model_config": {
+                "hf_config": {"eagle_aux_hidden_state_layer_ids": list(spec.boundaries)}
+            },
+        },
+        "kv_transfer_config": {
+            "kv_connector": "HiddenStateConnector",
+            "kv_role": "kv_producer",
+            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_connector_extra_config": connector | {"dtype": spec.capture_dtype},
+        },
+    }
+
+
+def launch(
+    spec: EngineSpec,
+    facts: TargetFacts,
+    connector: dict[str, Any],
+    stat_loggers: list[Callable[..., Any]],
+) -> Any:
+    """A started vLLM LLMEngine. Raises EngineError with the cause vLLM gave."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    kwargs = arguments(spec, facts, connector)
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(**kwargs), stat_loggers=stat_loggers)
+    except Exception as error:
+        raise EngineError(explain(spec, error)) from error
+
+
+def explain(spec: EngineSpec, error: BaseException) -> str:
+    """What went wrong while starting, in one message."""
+    text = str(error).strip() or type(error).__name__
+    advice = "the log above holds vLLM's own account"
+    for sign, remedy in _REMEDIES.items():
+        if sign in text:
+            advice = remedy
+            break
+    return (
+        f"{versions.name()} could not start a {spec.purpose} engine for {spec.model}: "
+        f"{text.splitlines()[0][:600]}; {advice}"
+    )
+
+
+_REMEDIES = {
+    "does not support EAGLE3": "this target's class taps no layers in this vLLM; run preflight",
+    "KV cache": "raise engine.kv_cache_bytes or gpu_memory_utilization, or lower engine.max_model_len",
+    "memory": "lower engine.kv_cache_bytes or gpu_memory_utilization, or free memory on the device",
+    "trust_remote_code": "set target.trust_remote_code=true to run the target's own Python files",
+}

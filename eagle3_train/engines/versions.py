@@ -1,0 +1,152 @@
+"""The one seam between vLLM releases (0.23 and 0.32 are supported) and between its CPU and GPU backends."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+QUIET = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def prepare_environment(own_process: bool | None) -> None:
+    """Set what vLLM only reads from the environment; must run before vLLM is imported.
+
+    own_process: whether the core gets a process of its own; null means yes on GPU, no on CPU.
+    """
+    for name, value in QUIET.items():
+        os.environ.setdefault(name, value)
+    if own_process is None:
+        own_process = not on_cpu()
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(own_process))
+
+
+def release() -> tuple[int, int]:
+    """(major, minor) of the installed vLLM."""
+    from vllm.version import __version_tuple__
+
+    major, minor = __version_tuple__[:2]
+    return int(major), int(minor)
+
+
+def name() -> str:
+    """Engine and version, as reports print it."""
+    from vllm.version import __version__
+
+    return f"vllm {__version__}"
+
+
+def on_cpu() -> bool:
+    """Whether the installed vLLM computes on CPU."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def kv_layout() -> str:
+    """Name of the KV-cache layout that keeps the states of one token together."""
+    return "LBNHC" if release() >= (0, 30) else "NHD"
+
+
+def by_token(kv_cache: Tensor, block_size: int) -> Tensor:
+    """The hidden-state cache as a view [blocks, block, boundaries, hidden]; not contiguous on CPU."""
+    if release() >= (0, 30):  # logically [blocks, boundaries, block, hidden]
+        kv_cache = kv_cache.transpose(1, 2)
+    if kv_cache.shape[1] != block_size:
+        raise RuntimeError(
+            f"{name()}: the hidden-state cache is {tuple(kv_cache.shape)}, expected blocks of "
+            f"{block_size} tokens; this vLLM version needs a case in engines/versions.py"
+        )
+    return kv_cache
+
+
+def hidden_state_group(kv_cache_config: Any) -> tuple[int, int]:
+    """(index, block size in tokens) of the KV-cache group that holds the hidden states."""
+    from vllm.v1.kv_cache_interface import HiddenStateCacheSpec, UniformTypeKVCacheSpecs
+
+    def holds(spec: Any) -> bool:
+        if isinstance(spec, UniformTypeKVCacheSpecs):
+            return any(holds(inner) for inner in spec.kv_cache_specs.values())
+        return isinstance(spec, HiddenStateCacheSpec)
+
+    groups = kv_cache_config.kv_cache_groups
+    found = [index for index, group in enumerate(groups) if holds(group.kv_cache_spec)]
+    if not found and len(groups) == 1:
+        found = [0]
+    if len(found) != 1:
+        kinds = [type(group.kv_cache_spec).__name__ for group in groups]
+        raise RuntimeError(f"{name()}: no single KV-cache group holds the hidden states: {kinds}")
+    return found[0], int(groups[found[0]].kv_cache_spec.block_size)
+
+
+def core_is_busy(llm: Any) -> bool:
+    """Whether a core in this process must still be stepped although no request is unfinished."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    core = llm.engine_core
+    return isinstance(core, InprocClient) and bool(core.engine_core.scheduler.has_requests())
+
+
+def drafter_of(runner: Any) -> Any:
+    """The proposer of a model runner, V1 (`drafter`) or V2 (`speculator`)."""
+    return runner.drafter if "drafter" in vars(runner) else runner.speculator
+
+
+def reload(model: torch.nn.Module, weights: Any, model_config: Any) -> None:
+    """Load new weights into a live model, packed kernels and captured graphs included."""
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    with torch.device(next(model.parameters()).device):
+        initialize_layerwise_reload(model)
+        model.load_weights(weights)  # type: ignore[operator]
+        finalize_layerwise_reload(model, model_config)
+
+
+def refusals() -> tuple[type[Exception], ...]:
+    """What vLLM raises for a request it will not take."""
+    from vllm.exceptions import VLLMValidationError
+
+    return (ValueError, VLLMValidationError)
+
+
+def stat_logger(count: Any) -> Any:
+    """A vLLM stat logger that passes each step's speculative counters to `count`."""
+    from vllm.v1.metrics.loggers import StatLoggerBase
+
+    class SpeculativeCounters(StatLoggerBase):  # type: ignore[misc]
+        """Forwards `spec_decoding_stats`, which vLLM resets every step."""
+
+        def __init__(self) -> None:
+            pass
+
+        def record(self, scheduler_stats: Any, *_args: Any, **_kwargs: Any) -> None:
+            if scheduler_stats is not None and scheduler_stats.spec_decoding_stats is not None:
+                count(scheduler_stats.spec_decoding_stats)
+
+        def log_engine_initialized(self) -> None:
+            pass
+
+    return SpeculativeCounters()
+
+
+def shut_down(llm: Any) -> None:
+    """Stop the core and, when it lives in this process, leave no global state for the next engine."""
+    from vllm.distributed import cleanup_dist_env_and_memory
+    from vllm.v1.engine.core_client import InprocClient
+
+    inside = isinstance(llm.engine_core, InprocClient)
+    llm.engine_core.shutdown()
+    if inside:
+        cleanup_dist_env_and_memory()
