@@ -67,7 +67,7 @@ class StreamCoordinator:
         for number in range(1, self._max_tries + 1):
             replica, handle = await self._pool.lease.remote(cost)
             try:
-                meta, states = handle.capture.options(num_returns=2).remote(ids)
+                states, meta = handle.capture.options(num_returns=2).remote(ids)
                 nbytes, bad = await meta
                 break
             except (RayActorError, RayTaskError) as error:
