@@ -19,7 +19,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from eagle3_train.drafter import rope
+from eagle3_train.drafter.rope import softmax_scale
 from eagle3_train.drafter.rows import RowPlan
+from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.drafter.stepwise import Stack, wide
 
 Angles = tuple[Tensor, Tensor]
@@ -70,27 +72,30 @@ def _angles(tables: Angles, positions: Tensor) -> Angles:
 
 
 class StepAttention:
-    """Keys, values and their gradients of one layer, over the steps of one forward pass."""
+    """Keys, values and their gradients of one layer, over the steps of one forward pass.
+
+    queries and keys are the row counts of every step; keys[0] are the context rows. `like` lends dtype and device.
+    """
 
     def __init__(
-        self, heads: tuple[int, int], dims: tuple[int, int], scale: float, interleaved: bool
+        self,
+        spec: DrafterSpec,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        offsets: Tensor,
+        like: Tensor,
     ) -> None:
-        self.heads, self.kv_heads = heads
-        self.qk_dim, self.value_dim = dims
-        self.scale = scale
-        self.interleaved = interleaved
-        self.output: Stack | None = None
-        self.d_query: Stack | None = None
-        self.d_key_value: Stack | None = None
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-        self._grads: list[tuple[Tensor, Tensor] | None] = []
-
-    def place(self, outputs: Sequence[int], keys: Sequence[int], like: Tensor) -> None:
-        """Keep the outputs, and in backward the input gradients, of all steps in Stacks of these row counts."""
-        self.output = Stack(outputs, self.heads * self.value_dim, like)
-        self.d_query = Stack(outputs, self.heads * self.qk_dim, like)
-        self.d_key_value = Stack(keys, self.kv_heads * (self.qk_dim + self.value_dim), like)
+        self.heads, self.kv_heads = spec.num_heads, spec.num_kv_heads
+        self.qk_dim, self.value_dim = spec.qk_head_dim, spec.value_dim
+        self.scale, self.interleaved = softmax_scale(spec), spec.rope.interleaved
+        self.offsets, self.context = offsets, keys[0]
+        width = self.kv_heads * (self.qk_dim + self.value_dim)
+        self.store = Stack(keys, width, like)
+        self.grads = Stack(keys, width, like.new_empty(0, dtype=wide(like.dtype)), zero=True)
+        self.output = Stack(queries, self.heads * self.value_dim, like)
+        self.d_query = Stack(queries, self.heads * self.qk_dim, like)
+        self.d_key_value = Stack(keys, width, like)
+        self.steps = 0
 
     def __call__(
         self,
@@ -100,9 +105,9 @@ class StepAttention:
     ) -> Float[Tensor, "rows out_width"]:
         """Attend at the next step; `key_value` holds this step's own key heads, then its value heads.
 
-        Both inputs are overwritten on CUDA (rotated in place) and must be fresh products.
+        `query` is rotated in place and must be a fresh product.
         """
-        return _Attend.apply(query, key_value, self, rows)  # type: ignore[no-any-return, no-untyped-call]
+        return _Attend.apply(query, key_value, self, rows)  # type: ignore[no-any-return]
 
     def split(self, key_value: Tensor) -> tuple[Tensor, Tensor]:
         """Views [rows, kv_heads, dim] of packed keys and values."""
@@ -110,50 +115,34 @@ class StepAttention:
         key = key_value[:, :width].unflatten(1, (self.kv_heads, self.qk_dim))
         return key, key_value[:, width:].unflatten(1, (self.kv_heads, self.value_dim))
 
-    def turn(self, x: Tensor, angles: Angles, back: bool = False) -> Tensor:
-        """Rotate the last rope_dim of each head (back: by the opposite angle)."""
-        cos, sin = angles[0], -angles[1] if back else angles[1]
+    def turn_(self, x: Tensor, angles: Angles, back: bool = False) -> None:
+        """Rotate the last rope_dim of each head in place (back: by the opposite angle)."""
         if x.is_cuda:
             from eagle3_train.drafter import kernels
 
-            return kernels.rotate_(x, cos, sin, self.interleaved)
-        still = x.shape[-1] - 2 * cos.shape[-1]
-        turned = rope.rotate(x[..., still:], cos, sin, self.interleaved)
-        return torch.cat([x[..., :still], turned], -1) if still else turned
+            kernels.rotate_(x, *angles, self.interleaved, back)
+            return
+        cos, sin = angles
+        turning = x[..., x.shape[-1] - 2 * cos.shape[-1] :]
+        turning.copy_(rope.rotate(turning, cos, -sin if back else sin, self.interleaved))
 
-    def push(self, key: Tensor, value: Tensor) -> int:
-        """Store a step's keys and values; return its number."""
-        self.keys.append(key)
-        self.values.append(value)
-        self._grads.append(None)
-        return len(self.keys) - 1
-
-    def grads(self, k: int) -> tuple[Tensor, Tensor]:
-        """The running gradients of step k's keys and values, in fp32."""
-        found = self._grads[k]
-        if found is None:
-            high = wide(self.keys[k].dtype)
-            shape = (self.keys[k].shape, self.values[k].shape)
-            found = tuple(torch.zeros(s, dtype=high, device=self.keys[k].device) for s in shape)  # type: ignore[assignment]
-            self._grads[k] = found
-        assert found is not None
-        return found
+    def push(self, key_value: Tensor, angles: Angles) -> int:
+        """Store a step's keys, rotated, and values; return its number."""
+        k, self.steps = self.steps, self.steps + 1
+        stored = self.store.step(k).copy_(key_value)
+        self.turn_(self.split(stored)[0], angles)
+        return k
 
     def pop(self, k: int, angles: Angles) -> Tensor:
-        """Final gradient of step k's packed keys and values; forgets it."""
-        d_key, d_value = self.grads(k)
-        self._grads[k] = None
-        like = self.keys[k]
-        width = self.kv_heads * (self.qk_dim + self.value_dim)
-        out = (
-            like.new_empty(len(like), width)
-            if self.d_key_value is None
-            else self.d_key_value.step(k)
-        )
-        to_key, to_value = self.split(out)
-        to_key.copy_(self.turn(d_key, angles, back=True))
-        to_value.copy_(d_value)
-        return out
+        """Final gradient of step k's packed keys and values."""
+        grads = self.grads.step(k)
+        self.turn_(self.split(grads)[0], angles, back=True)
+        return self.d_key_value.step(k).copy_(grads)
+
+    def pairs(self, stack: Stack, count: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Key and value views of the first `count` steps of a Stack."""
+        views = [self.split(stack.step(j)) for j in range(count)]
+        return [key for key, _ in views], [value for _, value in views]
 
 
 class _Attend(Function):
@@ -161,47 +150,40 @@ class _Attend(Function):
     def forward(  # type: ignore[override]
         ctx: Any, query: Tensor, key_value: Tensor, state: StepAttention, rows: QueryRows
     ) -> Tensor:
-        query = state.turn(
-            query.detach().unflatten(1, (state.heads, state.qk_dim)), rows.query_angles
-        )
-        key, value = state.split(key_value.detach())
-        k = state.push(state.turn(key, rows.key_angles), value)
-        width = state.heads * state.value_dim
-        out = query.new_empty(len(query), width) if state.output is None else state.output.step(k)
+        query = query.detach().unflatten(1, (state.heads, state.qk_dim))
+        state.turn_(query, rows.query_angles)
+        k = state.push(key_value.detach(), rows.key_angles)
+        out = state.output.step(k)
         lse = torch.empty(query.shape[:2], dtype=wide(query.dtype), device=query.device)
         if query.is_cuda:
             from eagle3_train.drafter import attention_kernels
 
-            attention_kernels.forward(query, state.keys, state.values, rows, state.scale, out, lse)
+            attention_kernels.forward(query, *_layout(state, rows, k), out, lse)
         else:
             _forward(query, state, rows, out, lse)
-        ctx.query, ctx.out, ctx.lse = query, out.detach(), lse
-        ctx.state, ctx.rows, ctx.k = state, rows, k
+        ctx.saved, ctx.state, ctx.rows, ctx.k = (query, out.detach(), lse), state, rows, k
         return out
 
     @staticmethod
     def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        state, k, query = ctx.state, ctx.k, ctx.query
-        width = state.heads * state.qk_dim
-        flat = (
-            query.new_empty(len(query), width) if state.d_query is None else state.d_query.step(k)
-        )
-        d_query = flat.view(query.shape)
-        grads = [state.grads(j) for j in range(k + 1)]
-        saved = (query, ctx.out, ctx.lse, d_out.contiguous())
+        state, k, saved = ctx.state, ctx.k, (*ctx.saved, d_out.contiguous())
+        d_query = state.d_query.step(k).unflatten(1, (state.heads, state.qk_dim))
         if d_out.is_cuda:
             from eagle3_train.drafter import attention_kernels
 
-            keys, values = state.keys[: k + 1], state.values[: k + 1]
-            attention_kernels.backward(saved, keys, values, grads, ctx.rows, state.scale, d_query)
+            grads = state.grads.whole()
+            attention_kernels.backward(saved, *_layout(state, ctx.rows, k), d_query, grads)
         else:
-            _backward(saved, state, grads, ctx.rows, d_query)
-        turned = state.turn(d_query, ctx.rows.query_angles, back=True)
-        if turned is not d_query:
-            d_query.copy_(turned)
-        d_key_value = state.pop(k, ctx.rows.key_angles)
-        ctx.query = ctx.out = ctx.lse = None
-        return flat, d_key_value, None, None
+            _backward(saved, state, ctx.rows, k, d_query)
+        state.turn_(d_query, ctx.rows.query_angles, back=True)
+        ctx.saved = None
+        return d_query.flatten(1), state.pop(k, ctx.rows.key_angles), None, None
+
+
+def _layout(state: StepAttention, rows: QueryRows, k: int) -> tuple[Any, ...]:
+    """What the kernels need to find a step's keys."""
+    order, heads = (rows.order, rows.begin, rows.end), (state.heads, state.kv_heads)
+    return state.store.whole(), k, heads, order, state.context, state.offsets, state.scale
 
 
 def _scores(
@@ -229,16 +211,15 @@ def _forward(
 ) -> None:
     heads = (state.kv_heads, state.heads // state.kv_heads)
     grouped = query.unflatten(1, heads)
+    keys, values = state.pairs(state.store, state.steps)
     out, lse = out.view(len(out), *heads, -1), lse.view(len(lse), *heads)
     for picked, first, last, own in rows.documents():
         part = grouped.index_select(0, picked)
-        scores = _scores(part, state.keys, picked, (first, last), own, state.scale)
+        scores = _scores(part, keys, picked, (first, last), own, state.scale)
         norm = scores.logsumexp(-1)
         weights = (scores - norm[..., None]).exp_()
-        part = torch.einsum(
-            "hgmj,jhd->mhgd", weights[..., : last - first], state.values[0][first:last]
-        )
-        for j, value in enumerate(state.values[1:], last - first):
+        part = torch.einsum("hgmj,jhd->mhgd", weights[..., : last - first], values[0][first:last])
+        for j, value in enumerate(values[1:], last - first):
             part += torch.einsum("hgm,mhd->mhgd", weights[..., j], value.index_select(0, picked))
         out.index_copy_(0, picked.long(), part)
         lse.index_copy_(0, picked.long(), norm.permute(2, 0, 1).to(lse.dtype))
@@ -247,14 +228,16 @@ def _forward(
 def _backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
     state: StepAttention,
-    grads: list[tuple[Tensor, Tensor]],
     rows: QueryRows,
+    k: int,
     d_query: Tensor,
 ) -> None:
     """Write the query's gradient and add to those of keys and values. Scores are recomputed."""
     query, out, lse, d_out = saved
     heads = (state.kv_heads, state.heads // state.kv_heads)
-    keys, values, scale = state.keys[: len(grads)], state.values[: len(grads)], state.scale
+    keys, values = state.pairs(state.store, k + 1)
+    key_grads, value_grads = state.pairs(state.grads, k + 1)
+    scale = state.scale
     grouped, d_query = query.unflatten(1, heads), d_query.unflatten(1, heads)
     lse, d_out = lse.view(len(lse), *heads), d_out.view(len(lse), *heads, -1)
     delta = (out.view(d_out.shape) * d_out).sum(-1)
@@ -272,12 +255,14 @@ def _backward(
         weights = weights.to(q.dtype)
         causal = d_scores[..., : last - first]
         dq = torch.einsum("hgmj,jhd->mhgd", causal, keys[0][first:last])
-        grads[0][0][first:last] += torch.einsum("hgmj,mhgd->jhd", causal, q)
-        grads[0][1][first:last] += torch.einsum("hgmj,mhgd->jhd", weights[..., : last - first], do)
-        for column, (key, grad) in enumerate(zip(keys[1:], grads[1:], strict=True), last - first):
-            ds, w = d_scores[..., column], weights[..., column]
-            dq += torch.einsum("hgm,mhd->mhgd", ds, key.index_select(0, picked))
-            d_key, d_value = (torch.einsum("hgm,mhgd->mhd", *pair) for pair in ((ds, q), (w, do)))
-            grad[0].index_add_(0, picked, d_key.to(grad[0].dtype))
-            grad[1].index_add_(0, picked, d_value.to(grad[1].dtype))
+        key_grads[0][first:last] += torch.einsum("hgmj,mhgd->jhd", causal, q)
+        value_grads[0][first:last] += torch.einsum(
+            "hgmj,mhgd->jhd", weights[..., : last - first], do
+        )
+        for j in range(1, k + 1):
+            ds, w = d_scores[..., last - first + j - 1], weights[..., last - first + j - 1]
+            dq += torch.einsum("hgm,mhd->mhgd", ds, keys[j].index_select(0, picked))
+            for grads, weight, x in ((key_grads[j], ds, q), (value_grads[j], w, do)):
+                part = torch.einsum("hgm,mhgd->mhd", weight, x)
+                grads.index_add_(0, picked, part.to(grads.dtype))
         d_query.index_copy_(0, picked.long(), dq)

@@ -180,7 +180,7 @@ def loss_and_gradient_(
         from eagle3_train.drafter import loss_kernels
 
         return loss_kernels.loss_and_gradient_(
-            logits, supervision.logits, supervision.lse, slots, weights, kind
+            logits, supervision.logits, supervision.lse, slots, weights, kind, LK_LAMBDA_RATE
         ).sum()
     z = logits.to(wide(logits.dtype))
     log_q = z - z.logsumexp(-1, keepdim=True)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -36,6 +35,7 @@ class RowPlan:
     target_rows [N]   state row of L[t+1], the teacher of (k=0, t); (k, t) uses the slot of start t+k
     slots [R]         start index of t+k: embedding, teacher and answer of flat row (k, t)
     order [R]         rows of each step by position (attention walks them in this order)
+    offsets [K+1]     flat index of the first row of each step, and R
     weights [R]       loss weight of each flat row, or None for all ones
     """
 
@@ -49,6 +49,7 @@ class RowPlan:
     target_rows: Tensor
     slots: Tensor
     order: Tensor
+    offsets: Tensor
     weights: Tensor | None = None
 
     @property
@@ -61,14 +62,10 @@ class RowPlan:
         """Starts supervised at step 0: this pack's share of the loss normaliser."""
         return self.counts[0]
 
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Flat index of the first row of each step; one more entry closes the last."""
-        return (0, *accumulate(self.counts))
-
     def at(self, flat: Tensor, step: int) -> Tensor:
         """The part of a flat array that belongs to one step."""
-        return flat[self.offsets[step] : self.offsets[step + 1]]
+        first = sum(self.counts[:step])
+        return flat[first : first + self.counts[step]]
 
     def to(self, device: torch.device | str) -> RowPlan:
         """Copy every tensor to a device (asynchronously from pinned memory)."""
@@ -169,4 +166,5 @@ def assemble_plan(
         target_rows=tensor(context[starts] + 1),
         slots=tensor(np.concatenate(slots)),
         order=tensor(np.concatenate(order)),
+        offsets=tensor(np.concatenate([[0], np.cumsum(counts)])),
     )

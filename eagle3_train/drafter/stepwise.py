@@ -16,18 +16,26 @@ from torch.autograd import Function
 
 
 class Stack:
-    """Buffer of all steps' rows, one step after the other; allocated when first written."""
+    """Buffer of all steps' rows, one step after the other; allocated (and zeroed if `zero`) when first used."""
 
-    def __init__(self, counts: Sequence[int], width: int, like: Tensor) -> None:
-        self._counts, self._width, self._like = list(counts), width, like.detach()[:0]
+    def __init__(self, counts: Sequence[int], width: int, like: Tensor, zero: bool = False) -> None:
+        self._counts, self._width, self._zero = list(counts), width, zero
+        self._like = like.detach()[:0]
+        self._rows: Tensor | None = None
         self._views: tuple[Tensor, ...] = ()
+
+    def whole(self) -> Float[Tensor, "all_rows width"]:
+        """All steps' rows."""
+        if self._rows is None:
+            make = self._like.new_zeros if self._zero else self._like.new_empty
+            self._rows = make(sum(self._counts), self._width)
+            # detach: plain aliases, not autograd views, which writing another step would invalidate
+            self._views = tuple(view.detach() for view in self._rows.split(self._counts))
+        return self._rows
 
     def step(self, k: int) -> Float[Tensor, "rows width"]:
         """The rows of step k, to be written."""
-        if not self._views:
-            buffer = self._like.new_empty(sum(self._counts), self._width)
-            # detach: plain aliases, not autograd views, which writing another step would invalidate
-            self._views = tuple(view.detach() for view in buffer.split(self._counts))
+        self.whole()
         return self._views[k]
 
 

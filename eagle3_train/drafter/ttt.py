@@ -29,7 +29,7 @@ from eagle3_train.drafter.layers import GatedDown, norm_fork, norm_fork_two, rms
 from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.modules import DecoderLayer, DrafterWeights
 from eagle3_train.drafter.projections import Projections, project
-from eagle3_train.drafter.rope import rope_tables, softmax_scale
+from eagle3_train.drafter.rope import rope_tables
 from eagle3_train.drafter.rows import PackedBatch, RowPlan
 from eagle3_train.drafter.stepwise import Stack, StepLinear, wide
 
@@ -70,9 +70,7 @@ class LayerPass:
         spec, like = drafter.spec, layer.mlp.gate_proj.weight
         counts = rows.counts[: rows.steps]
         keys = [len(rows.context), *counts[1:]]
-        heads, dims = (spec.num_heads, spec.num_kv_heads), (spec.qk_head_dim, spec.value_dim)
-        self.attention = StepAttention(heads, dims, softmax_scale(spec), spec.rope.interleaved)
-        self.attention.place(queries, keys, like)
+        self.attention = StepAttention(spec, queries, keys, rows.offsets, like)
         self.projections: Projections = project(spec, layer.self_attn, rows, embedded)
         self.out = StepLinear(layer.self_attn.o_proj.weight, rows.steps)
         self.gate = StepLinear(

@@ -1,0 +1,140 @@
+"""One training step: ours beside the peers', on one GPU, in one run.
+
+  python benchmarks/step.py --all --peers DIR      parity, every shape, every implementation, the ratio table
+  python benchmarks/step.py --shapes llama8b --impls ours --supervised 0.6 --profile out.json
+
+DIR holds drivers/ (bench_common.py and bench_*_step.py) and the peers' checkouts SpecForge/, TorchSpec/ and spec/
+(the speculators wheels unpacked), with site/ for what they import and the host lacks and shims/ for modules they import
+and never call. Each line of benchmarks/results/step.jsonl is one measurement; nothing of the peers is kept here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "step.jsonl"
+PLAN = {
+    "llama8b": ([0.35, 0.6, 0.9], ["specforge", "specforge+compact", "torchspec", "speculators"]),
+    "kimi": ([0.6], ["specforge", "torchspec", "speculators"]),
+    "ragged": ([0.6], ["specforge", "torchspec", "speculators"]),
+}
+
+
+def _environment(peers: Path | None, impl: str) -> dict[str, str]:
+    paths = [str(ROOT)]
+    if peers is not None:
+        checkout = {"specforge": "SpecForge", "torchspec": "TorchSpec", "speculators": "spec"}
+        paths += [str(peers / checkout.get(impl.split("+")[0], "shims")), str(peers / "drivers")]
+    known = os.environ.get("PYTHONPATH", "")
+    tail = [known] if known else []
+    tail += [str(peers / "site"), str(peers / "shims")] if peers is not None else []
+    return {**os.environ, "PYTHONPATH": ":".join(paths), "BENCH_PYTHONPATH_TAIL": ":".join(tail)}
+
+
+def _launch(
+    impl: str, shape: str, fractions: list[float], options: argparse.Namespace
+) -> subprocess.Popen[str]:
+    module = "benchmarks.step_run"
+    command = [sys.executable, "-m", module, impl, shape, *map(str, fractions)]
+    command += ["--iters", str(options.iters), "--warmup", str(options.warmup)]
+    if options.profile and impl == "ours":
+        command += ["--profile", str(options.profile)]
+    environment = _environment(options.peers, impl)
+    return subprocess.Popen(
+        command,
+        env=environment,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run_shape(
+    shape: str, fractions: list[float], impls: list[str], options: argparse.Namespace
+) -> list[dict[str, object]]:
+    """All implementations of one shape. They set up together and are timed one at a time (a file lock)."""
+    running = {impl: _launch(impl, shape, fractions, options) for impl in impls}
+    records: list[dict[str, object]] = []
+    for impl, process in running.items():
+        out, _ = process.communicate()
+        found = [json.loads(line[7:]) for line in out.splitlines() if line.startswith("RESULT ")]
+        if options.verbose or not found:
+            print(f"--- {impl} on {shape} (exit {process.returncode})\n{out[-3500:]}", flush=True)
+        records += found
+    return records
+
+
+def table(records: list[dict[str, object]]) -> str:
+    """Ours against the fastest and the leanest peer, per shape and supervised fraction."""
+    lines = [
+        f"{'shape':9} {'sup':>5} {'impl':18} {'tok/s':>9} {'ms':>8} {'GB':>6} {'mfu':>6} {'x fastest':>9} {'mem x':>6}"
+    ]
+    for key in sorted({(str(r["shape"]), float(str(r["supervised"]))) for r in records}):
+        group = [r for r in records if (r["shape"], r["supervised"]) == key]
+        peers = [r for r in group if not str(r["impl"]).startswith("ours")]
+        fastest = max((float(str(r["tok_s"])) for r in peers), default=float("nan"))
+        leanest = min((float(str(r["peak_mem_bytes"])) for r in peers), default=float("nan"))
+        for r in sorted(group, key=lambda r: -float(str(r["tok_s"]))):
+            tok, mem = float(str(r["tok_s"])), float(str(r["peak_mem_bytes"]))
+            lines.append(
+                f"{key[0]:9} {key[1]:5.2f} {r['impl']!s:18} {tok:9.0f} {r['step_ms']!s:>8} {mem / 1e9:6.1f} "
+                f"{r.get('mfu', '')!s:>6} {tok / fastest:9.2f} {mem / leanest:6.2f}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Parse, run, append, print."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--all", action="store_true", help="every shape and implementation")
+    parser.add_argument("--shapes", nargs="*", default=["llama8b"])
+    parser.add_argument(
+        "--impls", nargs="*", default=None, help="ours, ours-fp8, specforge, specforge+compact, ..."
+    )
+    parser.add_argument("--supervised", nargs="*", type=float, default=None)
+    parser.add_argument("--peers", type=Path, default=None)
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--profile", type=Path, default=None)
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    commit = (
+        os.environ.get("BENCH_COMMIT")
+        or subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.strip()
+    )
+    shapes = list(PLAN) if options.all else options.shapes
+    records: list[dict[str, object]] = []
+    for shape in shapes:
+        fractions, peers = PLAN.get(shape, ([0.6], []))
+        impls = options.impls or ["ours", *(peers if options.peers else [])]
+        started = time.monotonic()
+        found = run_shape(shape, options.supervised or fractions, impls, options)
+        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        records += [{**r, "commit": commit, "date": date} for r in found]
+        print(f"{shape}: {len(found)} results in {time.monotonic() - started:.0f} s", flush=True)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        with options.out.open("a") as file:
+            file.writelines(json.dumps(r) + "\n" for r in records[-len(found) :] if found)
+        print(table(records), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""Our training step on the benchmark's shapes, batches and weights."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks import step_flops
+from eagle3_train.drafter.frozen import FrozenTarget
+from eagle3_train.drafter.losses import LossOptions
+from eagle3_train.drafter.model import Eagle3Drafter
+from eagle3_train.drafter.rows import PackedBatch, RowPlan, assemble_plan, plan_rows
+from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+from eagle3_train.training.optim import AdamW
+
+DECAY = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A benchmark shape: drafter sizes, TTT steps, and the lengths of the documents of one batch."""
+
+    name: str
+    hidden: int
+    inter: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    draft_vocab: int
+    theta: float
+    ttt: int
+    lengths: tuple[int, ...]
+    head_dim: int = 128
+
+    @property
+    def spec(self) -> DrafterSpec:
+        return DrafterSpec(
+            hidden_size=self.hidden,
+            intermediate_size=self.inter,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            vocab_size=self.vocab,
+            draft_vocab_size=self.draft_vocab,
+            max_position_embeddings=max(self.lengths) + 64,
+            rms_norm_eps=1e-6,
+            rope=RopeSpec(theta=self.theta),
+        )
+
+
+def _ragged_lengths() -> tuple[int, ...]:
+    """32 lengths of 64-4096 tokens, log-uniform."""
+    draws = np.random.default_rng(0).uniform(np.log(64), np.log(4096), 32)
+    return tuple(int(n) for n in np.exp(draws))
+
+
+_LLAMA = {
+    "hidden": 4096,
+    "inter": 14336,
+    "heads": 32,
+    "kv_heads": 8,
+    "vocab": 128256,
+    "draft_vocab": 32000,
+    "theta": 500000.0,
+    "ttt": 7,
+}
+_KIMI = {
+    "hidden": 7168,
+    "inter": 12288,
+    "heads": 64,
+    "kv_heads": 64,
+    "vocab": 163840,
+    "draft_vocab": 163840,
+    "theta": 50000.0,
+    "ttt": 4,
+}
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("llama8b", **_LLAMA, lengths=(2048,) * 4),  # type: ignore[arg-type]
+        Shape("kimi", **_KIMI, lengths=(4096,)),  # type: ignore[arg-type]
+        Shape("ragged", **_LLAMA, lengths=_ragged_lengths()),  # type: ignore[arg-type]
+        Shape("kimi-32k", **_KIMI, lengths=(32768,)),  # type: ignore[arg-type]
+        Shape("tiny", 256, 512, 4, 2, 2048, 512, 10000.0, 4, (160, 96), head_dim=64),
+    )
+}
+
+
+def make_weights(shape: Shape, device: str, oov_scale: float = 0.05) -> dict[str, Tensor]:
+    """Seeded weights under the exported names, plus target embedding, head, d2t and t2d.
+
+    Generated on `device`, so every implementation measured on one machine gets the same values.
+    """
+    g = torch.Generator(device).manual_seed(1)
+    h, d = shape.hidden, shape.head_dim
+
+    def normal(*size: int, scale: float | None = None) -> Tensor:
+        return torch.randn(*size, generator=g, device=device) * (scale or size[-1] ** -0.5)
+
+    def ones() -> Tensor:
+        return 1 + normal(h, scale=0.1)
+
+    layer, attn = "midlayer.", "midlayer.self_attn."
+    out = {
+        "embed_tokens.weight": normal(shape.vocab, h, scale=1.0).bfloat16(),
+        "fc.weight": normal(h, 3 * h),
+        "norm.weight": ones(),
+        "lm_head.weight": normal(shape.draft_vocab, h),
+        f"{attn}q_proj.weight": normal(shape.heads * d, 2 * h),
+        f"{attn}k_proj.weight": normal(shape.kv_heads * d, 2 * h),
+        f"{attn}v_proj.weight": normal(shape.kv_heads * d, 2 * h),
+        f"{attn}o_proj.weight": normal(h, shape.heads * d),
+        f"{layer}mlp.gate_proj.weight": normal(shape.inter, h),
+        f"{layer}mlp.up_proj.weight": normal(shape.inter, h),
+        f"{layer}mlp.down_proj.weight": normal(h, shape.inter),
+        f"{layer}hidden_norm.weight": ones(),
+        f"{layer}input_layernorm.weight": ones(),
+        f"{layer}post_attention_layernorm.weight": ones(),
+    }
+    ids = torch.randperm(shape.vocab, generator=g, device=device)[: shape.draft_vocab].sort().values
+    out["t2d"] = torch.zeros(shape.vocab, dtype=torch.bool, device=device)
+    out["t2d"][ids] = True
+    out["d2t"] = ids - torch.arange(shape.draft_vocab, device=device)
+    head = normal(shape.vocab, h, scale=0.5).bfloat16()
+    head[~out["t2d"]] *= oov_scale  # the teacher's argmax is then in the draft vocabulary
+    out["target_lm_head"] = head
+    return {name: t.bfloat16() if t.is_floating_point() else t for name, t in out.items()}
+
+
+def make_documents(shape: Shape, fraction: float, device: str) -> list[dict[str, Tensor]]:
+    """ids [n], mask [n], aux [n, 3H], last [n, H] (post-norm) of each document; the last `fraction` is supervised."""
+    g = torch.Generator(device).manual_seed(2)
+    documents = []
+    for n in shape.lengths:
+        mask = torch.zeros(n, dtype=torch.long, device=device)
+        mask[int(n * (1 - fraction)) : n - 1] = 1  # peers drop the last position, so ours does too
+        documents.append(
+            {
+                "ids": torch.randint(3, shape.vocab, (n,), generator=g, device=device),
+                "mask": mask,
+                "aux": torch.randn(n, 3 * shape.hidden, generator=g, device=device).bfloat16(),
+                "last": torch.randn(n, shape.hidden, generator=g, device=device).bfloat16(),
+            }
+        )
+    return documents
+
+
+def our_batch(shape: Shape, documents: list[dict[str, Tensor]]) -> PackedBatch:
+    """The documents packed under our supervision rule (states of x[:-1])."""
+    ids = [d["ids"].cpu().numpy() for d in documents]
+    masks = [d["mask"].bool().cpu().numpy() for d in documents]
+    aux, last = (torch.cat([d[key][:-1] for d in documents]) for key in ("aux", "last"))
+    return PackedBatch(plan_rows(ids, masks, shape.ttt), aux, last)
+
+
+def peer_rule_batch(shape: Shape, documents: list[dict[str, Tensor]]) -> PackedBatch:
+    """The documents under SpecForge's and TorchSpec's rule: (k, t) is supervised iff mask[t + k]."""
+    parts: dict[str, list[np.ndarray]] = {
+        k: [] for k in ("depth", "context", "ids", "positions", "begin")
+    }
+    hits, first = [], 0
+    for d in documents:
+        mask, n = d["mask"].bool().cpu().numpy(), len(d["ids"])
+        ahead = np.stack([np.append(mask[k:], np.zeros(k, bool)) for k in range(shape.ttt)])
+        depth = np.where(ahead.any(0), shape.ttt - np.argmax(ahead[::-1], 0), 0)
+        kept = int(np.flatnonzero(depth)[-1]) + 1
+        hits.append(ahead[:, :kept])
+        parts["depth"].append(depth[:kept])
+        parts["context"].append(
+            np.arange(kept) + sum(len(e["ids"]) for e in documents[: len(hits) - 1])
+        )
+        parts["ids"].append(d["ids"].cpu().numpy()[1 : kept + 1])
+        parts["positions"].append(np.arange(kept))
+        parts["begin"].append(np.full(kept, first))
+        first, _ = first + kept, n
+    joined = {key: np.concatenate(value) for key, value in parts.items()}
+    plan = assemble_plan(
+        joined["depth"],
+        shape.ttt,
+        joined["context"],
+        joined["ids"],
+        joined["positions"],
+        joined["begin"],
+    )
+    ahead = np.concatenate(hits, 1)
+    starts = plan.starts.numpy()
+    weights = np.concatenate([ahead[k, starts[:n]] for k, n in enumerate(plan.counts)])
+    plan = replace(plan, weights=torch.from_numpy(weights.astype(np.float32)))
+    aux, last = (torch.cat([d[key] for d in documents]) for key in ("aux", "last"))
+    return PackedBatch(plan, aux, last)
+
+
+def build(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Eagle3Drafter, FrozenTarget]:
+    """Drafter and target with the benchmark's weights."""
+    weights = make_weights(shape, device)
+    drafter = Eagle3Drafter(shape.spec, torch.device(device), dtype)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            parameter.copy_(weights[name])
+    full = shape.vocab == shape.draft_vocab
+    target = FrozenTarget(
+        embed=weights["embed_tokens.weight"].to(dtype),
+        lm_head=weights["target_lm_head"].to(dtype),
+        norm_weight=None,
+        norm_eps=1e-6,
+        d2t=None if full else weights["d2t"],
+        t2d=None if full else weights["t2d"],
+    )
+    return drafter, target
+
+
+class Ours:
+    """Drafter, target and optimiser of one shape; `step` is what is timed."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.drafter, self.target = build(shape, "cuda", torch.bfloat16)
+        self.optimizer = AdamW(self.drafter.parameters(), lr=1e-5, max_grad_norm=0.5)
+        self.options = LossOptions(decay=DECAY)
+
+    def step(self, batch: PackedBatch) -> tuple[list[torch.cuda.Event], Tensor]:
+        """Forward, backward, update; events around each, and the loss (on device)."""
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
+        marks[0].record()
+        normaliser = float(batch.rows.supervised_starts)
+        loss = self.drafter(batch, self.target, self.options, normaliser).loss
+        marks[1].record()
+        loss.backward()
+        marks[2].record()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        marks[3].record()
+        return marks, loss.detach()
+
+
+def measure_ours(shape: Shape, options: argparse.Namespace, turn: Any) -> None:
+    """Time every supervised fraction; print one RESULT line each."""
+    ours = Ours(shape)
+    torch.cuda.empty_cache()
+    batches = {
+        f: our_batch(shape, make_documents(shape, f, "cuda")).to("cpu") for f in options.fractions
+    }
+    first_s = {}
+    for fraction, host in batches.items():
+        started = time.perf_counter()
+        batch = host.to("cuda")
+        ours.step(batch)
+        torch.cuda.synchronize()
+        first_s[fraction] = time.perf_counter() - started
+    turn.alone()
+    for fraction, host in batches.items():
+        batch = host.to("cuda")
+        for _ in range(options.warmup):
+            ours.step(batch)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        timed = [ours.step(batch) for _ in range(options.iters)]
+        launch_ms = 1e3 * (time.perf_counter() - started) / options.iters
+        torch.cuda.synchronize()
+        record = _record(shape, host.rows, [marks for marks, _ in timed])
+        record |= {
+            "supervised": fraction,
+            "impl": options.impl,
+            "launch_ms": round(launch_ms, 2),
+            "first_step_s": round(first_s[fraction], 2),
+            "loss": round(float(timed[-1][1]), 5),
+        }
+        print("RESULT " + json.dumps(record), flush=True)
+        if options.profile is not None:
+            _profile(lambda batch=batch: ours.step(batch), options.profile)  # type: ignore[misc]
+    turn.together()
+
+
+def _record(shape: Shape, rows: RowPlan, timed: list[list[torch.cuda.Event]]) -> dict[str, object]:
+    def median(a: int, b: int) -> float:
+        return statistics.median(marks[a].elapsed_time(marks[b]) for marks in timed)
+
+    work, moved = step_flops.needed(shape.spec, rows), step_flops.floor_bytes(shape.spec, rows)
+    step_ms = median(0, 3)
+    floor_ms = 1e3 * (
+        work.total / step_flops.H200_BF16_FLOPS + moved["moved"] / step_flops.H200_BYTES
+    )
+    return {
+        "shape": shape.name,
+        "tok_s": round(sum(shape.lengths) / step_ms * 1e3, 1),
+        "step_ms": round(step_ms, 2),
+        "forward_ms": round(median(0, 1), 2),
+        "backward_ms": round(median(1, 2), 2),
+        "optimizer_ms": round(median(2, 3), 2),
+        "peak_mem_bytes": torch.cuda.max_memory_allocated(),
+        "mfu": round(work.total / (step_ms * 1e-3) / step_flops.H200_BF16_FLOPS, 4),
+        "flops_needed": work.total,
+        "flops_without_token_sharing": step_flops.without_token_sharing(shape.spec, rows),
+        "floor_ms": round(floor_ms, 2),
+        "floor_bytes_moved": moved["moved"],
+        "floor_bytes_resident": moved["resident"],
+        "rows": list(rows.counts),
+        "hardware": torch.cuda.get_device_name(),
+    }
+
+
+def _profile(step: Callable[[], object], path: Path) -> None:
+    """Device time per kernel of one step, printed and written."""
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        step()
+        torch.cuda.synchronize()
+    found = [
+        (round(e.self_device_time_total / 1e3, 3), e.count, e.key)
+        for e in profiler.key_averages()
+        if e.self_device_time_total > 0
+    ]
+    path.write_text(json.dumps(sorted(found, reverse=True), indent=0))
+    for total, count, key in sorted(found, reverse=True)[:34]:
+        print(f"{total:9.3f} ms {count:5d}x  {key[:100]}")

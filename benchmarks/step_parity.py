@@ -1,0 +1,92 @@
+"""Our step against a peer's dump of losses and gradients, on the peer's inputs and under the peer's mask rule.
+
+python bench_specforge_step.py ... --dump specforge.pt      (the driver, see --peers in step.py)
+python -m benchmarks.step_parity specforge.pt -- the same arguments
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from benchmarks.step_ours import DECAY, Shape, peer_rule_batch
+from eagle3_train.drafter.frozen import FrozenTarget
+from eagle3_train.drafter.losses import LossOptions
+from eagle3_train.drafter.model import Eagle3Drafter
+
+
+def compare(
+    dump: Path, arguments: list[str], drivers: Path, dtype: torch.dtype, device: str
+) -> dict[str, object]:
+    """Relative errors of the loss and of each parameter's gradient (2-norms)."""
+    sys.path.insert(0, str(drivers))
+    import bench_common
+
+    args = bench_common.add_args(argparse.ArgumentParser()).parse_known_args(arguments)[0]
+    shape = Shape(
+        "parity", args.hidden, args.inter, args.heads, args.kv_heads, args.vocab, args.draft_vocab,
+        args.rope_theta, args.ttt, (args.seq,) * args.batch, args.head_dim,
+    )  # fmt: skip
+    weights, raw = bench_common.make_weights(args), bench_common.make_batch(args)
+    drafter = Eagle3Drafter(shape.spec, torch.device(device), dtype)
+    with torch.no_grad():
+        for name, parameter in drafter.named_parameters():
+            parameter.copy_(weights[name])
+    full = args.vocab == args.draft_vocab
+    target = FrozenTarget(
+        embed=weights["embed_tokens.weight"],
+        lm_head=weights["target_lm_head"],
+        norm_weight=None,
+        norm_eps=1e-6,
+        d2t=None if full else weights["d2t"],
+        t2d=None if full else weights["t2d"],
+    ).to(device, dtype)
+    documents = [
+        {
+            "ids": raw["input_ids"][b],
+            "mask": raw["loss_mask"][b],
+            "aux": raw["aux"][b],
+            "last": raw["last_hidden"][b],
+        }
+        for b in range(args.batch)
+    ]
+    batch = peer_rule_batch(shape, documents).to(device, dtype)
+    theirs = torch.load(dump)
+    normaliser = (
+        args.batch * args.seq if theirs["impl"] == "specforge" else float(raw["loss_mask"].sum())
+    )
+    options = LossOptions(decay=DECAY, in_vocab_only=theirs["impl"] == "specforge" or not full)
+    loss = drafter(batch, target, options, float(normaliser)).loss
+    loss.backward()
+    errors = {
+        name: float(
+            (p.grad.float().cpu() - theirs["grads"][name]).norm() / theirs["grads"][name].norm()
+        )
+        for name, p in drafter.named_parameters()
+        if p.grad is not None and name in theirs["grads"]
+    }
+    expected = sum(DECAY**k * float(x) for k, x in enumerate(theirs["plosses"]))
+    return {
+        "peer": theirs["impl"],
+        "dtype": str(dtype),
+        "loss": float(loss),
+        "peer_loss": expected,
+        "loss_error": abs(float(loss) - expected) / abs(expected),
+        "gradient_error": max(errors.values()),
+        "worst": max(errors, key=lambda name: errors[name]),
+        "compared": len(errors),
+    }
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("dump", type=Path)
+    parser.add_argument("--drivers", type=Path, required=True)
+    parser.add_argument("--ours-dtype", default="float64")
+    own, rest = parser.parse_known_args()
+    device = rest[rest.index("--device") + 1]
+    print(json.dumps(compare(own.dump, rest, own.drivers, getattr(torch, own.ours_dtype), device)))

@@ -1,0 +1,241 @@
+"""One implementation in its own process: set up beside the others, time alone. Started by `step.py`.
+
+Set-up and warm-up (imports, weights, compilation) hold a shared lock, the timed loop an exclusive one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import runpy
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path += [p for p in os.environ.get("BENCH_PYTHONPATH_TAIL", "").split(":") if p]
+
+import torch
+
+from benchmarks.step_ours import SHAPES, Shape, make_documents, make_weights, measure_ours
+
+LOCK = Path("/tmp/eagle3-step-benchmark.lock")
+
+
+class Turn:
+    """Shared while setting up, exclusive while timing."""
+
+    def __init__(self) -> None:
+        self._file = LOCK.open("w")
+        fcntl.flock(self._file, fcntl.LOCK_SH)
+
+    def alone(self) -> None:
+        """Wait until nobody sets up or times."""
+        torch.cuda.synchronize()
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        time.sleep(0.2)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+
+    def together(self) -> None:
+        """Let the next one in."""
+        torch.cuda.synchronize()
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def emit(
+    shape: Shape, fraction: float, impl: str, times: list[list[float]], first_s: float
+) -> None:
+    """Print one result; times are (forward, backward, optimiser, step) in seconds."""
+    medians = [1e3 * statistics.median(column) for column in zip(*times, strict=True)]
+    record = {
+        "shape": shape.name,
+        "supervised": fraction,
+        "impl": impl,
+        "tok_s": round(sum(shape.lengths) / medians[3] * 1e3, 1),
+        "step_ms": round(medians[3], 2),
+        "forward_ms": round(medians[0], 2),
+        "backward_ms": round(medians[1], 2),
+        "optimizer_ms": round(medians[2], 2),
+        "first_step_s": round(first_s, 2),
+        "peak_mem_bytes": torch.cuda.max_memory_allocated(),
+        "hardware": torch.cuda.get_device_name(),
+    }
+    print("RESULT " + json.dumps(record), flush=True)
+
+
+def timed(
+    shape: Shape,
+    impl: str,
+    cases: dict[float, list[Any]],
+    forward: Callable[[Any], Any],
+    backward: Callable[[Any], None],
+    optimize: Callable[[], None],
+    options: argparse.Namespace,
+    turn: Turn,
+) -> None:
+    """Run every case: the micro-batches of one step, then the optimiser."""
+
+    def step(batches: list[Any]) -> list[float]:
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        torch.cuda.synchronize()
+        marks[0].record()
+        spent = [0.0, 0.0]
+        for batch in batches:
+            t0 = time.perf_counter()
+            out = forward(batch)
+            torch.cuda.synchronize()
+            t1 = time.perf_counter()
+            backward(out)
+            torch.cuda.synchronize()
+            spent = [spent[0] + t1 - t0, spent[1] + time.perf_counter() - t1]
+        t2 = time.perf_counter()
+        optimize()
+        marks[1].record()
+        torch.cuda.synchronize()
+        return [*spent, time.perf_counter() - t2, marks[0].elapsed_time(marks[1]) / 1e3]
+
+    first: dict[float, float] = {}
+    for fraction, batches in cases.items():
+        started = time.perf_counter()
+        step(batches)
+        first[fraction] = time.perf_counter() - started
+        for _ in range(options.warmup - 1):
+            step(batches)
+    turn.alone()
+    for fraction, batches in cases.items():
+        torch.cuda.reset_peak_memory_stats()
+        emit(shape, fraction, impl, [step(batches) for _ in range(options.iters)], first[fraction])
+    turn.together()
+
+
+def padded(documents: list[dict[str, torch.Tensor]], rows: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of `rows` documents, right-padded to the longest, rounded up to a power of two from 512."""
+    out = []
+    for i in range(0, len(documents), rows):
+        group = documents[i : i + rows]
+        width = max(512, 1 << (max(len(d["ids"]) for d in group) - 1).bit_length())
+
+        def stack(
+            key: str, group: list[dict[str, torch.Tensor]] = group, width: int = width
+        ) -> torch.Tensor:
+            first = group[0][key]
+            full = first.new_zeros(len(group), width, *first.shape[1:])
+            for row, d in zip(full, group, strict=True):
+                row[: len(d[key])] = d[key]
+            return full
+
+        batch = {
+            "input_ids": stack("ids"),
+            "aux": stack("aux"),
+            "last_hidden": stack("last"),
+            "loss_mask": stack("mask"),
+        }
+        lengths = torch.tensor([len(d["ids"]) for d in group], device=batch["aux"].device)
+        batch["attention_mask"] = (
+            torch.arange(width, device=lengths.device) < lengths[:, None]
+        ).long()
+        out.append(batch)
+    return out
+
+
+def run_driver(impl: str, shape: Shape, options: argparse.Namespace, turn: Turn) -> None:
+    """SpecForge or TorchSpec through their driver, with our weights, our batches and our clock."""
+    import bench_common
+
+    weights = {name: t.cpu() for name, t in make_weights(shape, "cuda").items()}
+    torch.cuda.empty_cache()
+    rows = min(4, len(shape.lengths))
+    cases = {f: padded(make_documents(shape, f, "cuda"), rows) for f in options.fractions}
+    bench_common.make_weights = lambda _: weights
+    bench_common.make_batch = lambda _: next(iter(cases.values()))[0]
+
+    def loop(
+        _: Any, name: str, prepare: Any, forward: Any, backward: Any, optimize: Any, extra: Any
+    ) -> None:
+        weights.clear()
+        names = prepare.__globals__
+
+        def run(batch: Any) -> Any:
+            names["B"] = batch
+            return forward(prepare())
+
+        timed(shape, name, cases, run, backward, optimize, options, turn)
+
+    bench_common.timed_loop = loop
+    base, *flags = impl.split("+")
+    arguments = {
+        "hidden": shape.hidden, "inter": shape.inter, "heads": shape.heads, "kv-heads": shape.kv_heads,
+        "head-dim": shape.head_dim, "vocab": shape.vocab, "draft-vocab": shape.draft_vocab,
+        "rope-theta": shape.theta, "ttt": shape.ttt, "batch": rows, "seq": max(shape.lengths),
+        "device": "cuda", "dtype": "bfloat16", "backend": "flex_attention", "oov-scale": 0.05,
+    }  # fmt: skip
+    driver = (
+        next(p for p in map(Path, sys.path) if (p / f"bench_{base}_step.py").exists())
+        / f"bench_{base}_step.py"
+    )
+    switch = {"compact": "--compact-teacher", "full": "--full-metrics", "ckpt": "--grad-ckpt"}
+    sys.argv = [
+        str(driver),
+        *(x for k, v in arguments.items() for x in (f"--{k}", str(v))),
+        *(switch[f] for f in flags),
+    ]
+    runpy.run_path(str(driver), run_name="__main__")
+
+
+def run_speculators(shape: Shape, options: argparse.Namespace, turn: Turn) -> None:
+    """speculators' own packed step, head trained."""
+    sys.argv = [
+        "bench", "--device", "cuda", "--impl", "speculators", "--train-lm-head", "--preset", "llama8b", "--hidden",
+        str(shape.hidden), "--vocab", str(shape.vocab), "--draft-vocab", str(shape.draft_vocab), "--heads",
+        str(shape.heads), "--kv-heads", str(shape.kv_heads), "--head-dim", str(shape.head_dim), "--inter", str(shape.inter),
+        "--seq-len", str(sum(shape.lengths)), "--ttt", str(shape.ttt),
+    ]  # fmt: skip
+    import bench_speculators_step as driver
+
+    peer = driver.Speculators(driver.args_())
+    cases = {}
+    for fraction in options.fractions:
+        documents = make_documents(shape, fraction, "cuda")
+        lengths = torch.tensor([len(d["ids"]) for d in documents], device="cuda")
+        cases[fraction] = [
+            {
+                "hidden_states": torch.cat([d["aux"] for d in documents])[None],
+                "verifier_last_hidden_states": torch.cat([d["last"] for d in documents])[None],
+                "input_ids": torch.cat([d["ids"] for d in documents])[None],
+                "loss_mask": torch.cat([d["mask"] for d in documents]).bool()[None],
+                "position_ids": torch.cat(
+                    [torch.arange(1, len(d["ids"]) + 1, device="cuda") for d in documents]
+                )[None],
+                "document_ids": torch.arange(len(documents), device="cuda").repeat_interleave(
+                    lengths
+                )[None],
+            }
+        ]
+    timed(shape, "speculators", cases, lambda b: peer.fwd(b)[0], peer.bwd, peer.opt, options, turn)
+
+
+def main() -> None:
+    """Parse and run one implementation."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("impl")
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("fractions", nargs="+", type=float)
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--profile", type=Path, default=None)
+    options = parser.parse_args()
+    shape, turn = SHAPES[options.shape], Turn()
+    if options.impl.startswith("ours"):
+        measure_ours(shape, options, turn)
+    elif options.impl == "speculators":
+        run_speculators(shape, options, turn)
+    else:
+        run_driver(options.impl, shape, options, turn)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,385 @@
+"""Triton attention over step-0 keys (causal, per document) plus the diagonal of later steps, both directions.
+
+A tile holds ROWS query rows, neighbours by position, times the GROUP query heads that share a key head. Begin and
+end of the visible keys both rise with position, so a tile's keys are one range, split into a masked head, an
+unmasked middle and a masked tail. The diagonal adds one key per earlier step from the same query row: k dot
+products inside the same softmax. Keys and values of all steps lie in one buffer (step 0 first), likewise
+their fp32 gradients; a diagonal row belongs to one tile, so those gradients need no atomics.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit
+def _tile(order, begin, end, count, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """Row ids and visible range of the tile's ROWS * GROUP lines, and the ranges [lo, a), [a, b), [b, hi)."""
+    first = tl.program_id(0) * ROWS
+    line = tl.arange(0, ROWS * GROUP)
+    at = first + line // GROUP
+    live = at < count
+    row = tl.load(order + at, mask=live, other=0).to(tl.int64)
+    row_begin = tl.load(begin + at, mask=live, other=0)
+    row_end = tl.load(end + at, mask=live, other=0)
+    last = tl.minimum(first + ROWS, count) - 1
+    lo, hi = tl.load(begin + first), tl.load(end + last)
+    full_lo, full_hi = tl.load(begin + last), tl.load(end + first)
+    return row, line % GROUP, live, row_begin, row_end, lo, hi, full_lo, full_hi
+
+
+@triton.jit
+def _split(lo, hi, full_lo, full_hi, STEP: tl.constexpr):
+    """Boundaries a, b of the unmasked middle, multiples of STEP from lo."""
+    a = tl.minimum(lo + tl.cdiv(tl.maximum(full_lo - lo, 0), STEP) * STEP, hi)
+    b = tl.maximum(a + (full_hi - a) // STEP * STEP, a)
+    return a, tl.where(full_hi > a, b, a)
+
+
+@triton.jit
+def _forward_range(
+    acc, top, total, q, keys, values, stride, start, stop, row_begin, row_end, scale,
+    DIM, VALUE_DIM, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    for j0 in range(start, stop, KEYS):
+        j = j0 + tl.arange(0, KEYS)
+        at = j.to(tl.int64)[:, None] * stride
+        k_mask, v_mask = (d < DIM)[None], (dv < VALUE_DIM)[None]
+        if MASKED:
+            k_mask, v_mask = k_mask & (j < stop)[:, None], v_mask & (j < stop)[:, None]
+        k = tl.load(keys + at + d[None], mask=k_mask, other=0.0)
+        s = tl.dot(q, tl.trans(k)) * scale
+        if MASKED:
+            seen = (j[None] >= row_begin[:, None]) & (j[None] < row_end[:, None])
+            s = tl.where(seen, s, -float("inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        safe = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
+        p = tl.exp2(s - safe[:, None])
+        shrink = tl.exp2(top - safe)
+        total = total * shrink + tl.sum(p, 1)
+        v = tl.load(values + at + dv[None], mask=v_mask, other=0.0)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None])
+        top = higher
+    return acc, top, total
+
+
+@triton.jit
+def _forward(
+    query, store, order, begin, end, offsets, out, lse, count, context, scale, steps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(1)
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    stride = KV_HEADS * (DIM + VALUE_DIM)
+    keys, values = store + kv_head * DIM, store + KV_HEADS * DIM + kv_head * VALUE_DIM
+    row, member, live, row_begin, row_end, lo, hi, full_lo, full_hi = _tile(
+        order, begin, end, count, ROWS, GROUP
+    )
+    head = kv_head * GROUP + member
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    q_at = row * (HEADS * DIM) + head * DIM
+    q = tl.load(query + q_at[:, None] + d[None], mask=live[:, None] & (d < DIM)[None], other=0.0)
+    acc = tl.zeros((ROWS * GROUP, BLOCK_V), tl.float32)
+    top = tl.full((ROWS * GROUP,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS * GROUP,), tl.float32)
+    a, b = _split(lo, hi, full_lo, full_hi, KEYS)
+    acc, top, total = _forward_range(
+        acc, top, total, q, keys, values, stride, lo, a, row_begin, row_end, scale,
+        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, True,
+    )  # fmt: skip
+    acc, top, total = _forward_range(
+        acc, top, total, q, keys, values, stride, a, b, row_begin, row_end, scale,
+        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, False,
+    )  # fmt: skip
+    acc, top, total = _forward_range(
+        acc, top, total, q, keys, values, stride, b, hi, row_begin, row_end, scale,
+        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, True,
+    )  # fmt: skip
+    for step in range(1, steps + 1):
+        at = (context + tl.load(offsets + step) - tl.load(offsets + 1) + row) * stride
+        k = tl.load(keys + at[:, None] + d[None], mask=live[:, None] & (d < DIM)[None], other=0.0)
+        s = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
+        higher = tl.maximum(top, s)
+        p, shrink = tl.exp2(s - higher), tl.exp2(top - higher)
+        v = tl.load(
+            values + at[:, None] + dv[None], mask=live[:, None] & (dv < VALUE_DIM)[None], other=0.0
+        )
+        acc = acc * shrink[:, None] + p[:, None] * v.to(tl.float32)
+        total = total * shrink + p
+        top = higher
+    total = tl.where(live, total, 1.0)
+    out_at = row * (HEADS * VALUE_DIM) + head * VALUE_DIM
+    inside = live[:, None] & (dv < VALUE_DIM)[None]
+    tl.store(out + out_at[:, None] + dv[None], acc / total[:, None], mask=inside)
+    tl.store(lse + row * HEADS + head, top + tl.log2(total), mask=live)
+
+
+@triton.jit
+def _query_range(
+    d_q, q, d_out, lse, delta, keys, values, stride, start, stop, row_begin, row_end, scale,
+    DIM, VALUE_DIM, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    for j0 in range(start, stop, KEYS):
+        j = j0 + tl.arange(0, KEYS)
+        at = j.to(tl.int64)[:, None] * stride
+        k_mask, v_mask = (d < DIM)[None], (dv < VALUE_DIM)[None]
+        if MASKED:
+            k_mask, v_mask = k_mask & (j < stop)[:, None], v_mask & (j < stop)[:, None]
+        k = tl.load(keys + at + d[None], mask=k_mask, other=0.0)
+        v = tl.load(values + at + dv[None], mask=v_mask, other=0.0)
+        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
+        if MASKED:
+            seen = (j[None] >= row_begin[:, None]) & (j[None] < row_end[:, None])
+            p = tl.where(seen, p, 0.0)
+        ds = p * (tl.dot(d_out, tl.trans(v)) - delta[:, None])
+        d_q = tl.dot(ds.to(k.dtype), k, d_q)
+    return d_q
+
+
+@triton.jit
+def _query_gradient(
+    query, store, order, begin, end, offsets, out, lse, d_out, delta, d_query, d_store, count, context,
+    scale, softmax_scale, steps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """dQ, and the diagonal's dK and dV; also leaves delta = rowsum(out * d_out) for the other kernel."""
+    kv_head = tl.program_id(1)
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    stride = KV_HEADS * (DIM + VALUE_DIM)
+    key_at, value_at = kv_head * DIM, KV_HEADS * DIM + kv_head * VALUE_DIM
+    row, member, live, row_begin, row_end, lo, hi, full_lo, full_hi = _tile(
+        order, begin, end, count, ROWS, GROUP
+    )
+    head = kv_head * GROUP + member
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    q_at = (row * (HEADS * DIM) + head * DIM)[:, None] + d[None]
+    q_mask = live[:, None] & (d < DIM)[None]
+    out_at = (row * (HEADS * VALUE_DIM) + head * VALUE_DIM)[:, None] + dv[None]
+    out_mask = live[:, None] & (dv < VALUE_DIM)[None]
+    q = tl.load(query + q_at, mask=q_mask, other=0.0)
+    do = tl.load(d_out + out_at, mask=out_mask, other=0.0)
+    o = tl.load(out + out_at, mask=out_mask, other=0.0)
+    shift = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    norm = tl.load(lse + row * HEADS + head, mask=live, other=0.0)
+    tl.store(delta + row * HEADS + head, shift, mask=live)
+    d_q = tl.zeros((ROWS * GROUP, BLOCK_D), tl.float32)
+    a, b = _split(lo, hi, full_lo, full_hi, KEYS)
+    d_q = _query_range(
+        d_q, q, do, norm, shift, store + key_at, store + value_at, stride, lo, a, row_begin, row_end, scale,
+        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, True,
+    )  # fmt: skip
+    d_q = _query_range(
+        d_q, q, do, norm, shift, store + key_at, store + value_at, stride, a, b, row_begin, row_end, scale,
+        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, False,
+    )  # fmt: skip
+    d_q = _query_range(
+        d_q, q, do, norm, shift, store + key_at, store + value_at, stride, b, hi, row_begin, row_end, scale,
+        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, True,
+    )  # fmt: skip
+    own = tl.arange(0, ROWS)
+    own_live = tl.program_id(0) * ROWS + own < count
+    own_row = tl.load(order + tl.program_id(0) * ROWS + own, mask=own_live, other=0).to(tl.int64)
+    for step in range(1, steps + 1):
+        base = context + tl.load(offsets + step) - tl.load(offsets + 1)
+        at = ((base + row) * stride)[:, None]
+        k = tl.load(store + key_at + at + d[None], mask=q_mask, other=0.0).to(tl.float32)
+        v = tl.load(store + value_at + at + dv[None], mask=out_mask, other=0.0).to(tl.float32)
+        p = tl.exp2(tl.sum(q.to(tl.float32) * k, 1) * scale - norm)
+        ds = p * (tl.sum(do.to(tl.float32) * v, 1) - shift)
+        d_q += ds[:, None] * k
+        d_k = tl.reshape((ds * softmax_scale)[:, None] * q.to(tl.float32), (ROWS, GROUP, BLOCK_D))
+        d_v = tl.reshape(p[:, None] * do.to(tl.float32), (ROWS, GROUP, BLOCK_V))
+        own_at = ((base + own_row) * stride)[:, None]
+        own_keys, own_values = (
+            d_store + key_at + own_at + d[None],
+            d_store + value_at + own_at + dv[None],
+        )
+        key_mask, value_mask = (
+            own_live[:, None] & (d < DIM)[None],
+            own_live[:, None] & (dv < VALUE_DIM)[None],
+        )
+        tl.store(
+            own_keys, tl.load(own_keys, mask=key_mask, other=0.0) + tl.sum(d_k, 1), mask=key_mask
+        )
+        tl.store(
+            own_values,
+            tl.load(own_values, mask=value_mask, other=0.0) + tl.sum(d_v, 1),
+            mask=value_mask,
+        )
+    tl.store(d_query + q_at, d_q * softmax_scale, mask=q_mask)
+
+
+@triton.jit
+def _key_range(
+    d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, start, stop, j, kv_head, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    line = tl.arange(0, ROWS * GROUP)
+    head = kv_head * GROUP + line % GROUP
+    for first in range(start, stop, ROWS):
+        at = first + line // GROUP
+        live = at < stop
+        row = tl.load(order + at, mask=live, other=0).to(tl.int64)
+        q_mask, out_mask = (d < DIM)[None], (dv < VALUE_DIM)[None]
+        if MASKED:
+            q_mask, out_mask = q_mask & live[:, None], out_mask & live[:, None]
+        q = tl.load(
+            query + (row * (HEADS * DIM) + head * DIM)[:, None] + d[None], mask=q_mask, other=0.0
+        )
+        do_at = (row * (HEADS * VALUE_DIM) + head * VALUE_DIM)[:, None] + dv[None]
+        do = tl.load(d_out + do_at, mask=out_mask, other=0.0)
+        norm = tl.load(lse + row * HEADS + head, mask=live, other=0.0)
+        shift = tl.load(delta + row * HEADS + head, mask=live, other=0.0)
+        p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - norm[None])
+        if MASKED:
+            row_begin = tl.load(begin + at, mask=live, other=0)
+            row_end = tl.load(end + at, mask=live, other=0)
+            seen = (j[:, None] >= row_begin[None]) & (j[:, None] < row_end[None])
+            p = tl.where(seen, p, 0.0)
+        d_v = tl.dot(p.to(do.dtype), do, d_v)
+        ds = p * (tl.dot(v, tl.trans(do)) - shift[None])
+        d_k = tl.dot(ds.to(q.dtype), q, d_k)
+    return d_k, d_v
+
+
+@triton.jit
+def _key_gradient(
+    query, store, order, begin, end, ranges, lse, d_out, delta, d_store, context, tiles, scale, softmax_scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Adds one step's dK and dV of the step-0 keys. `ranges` [4, tiles]: first query, last + 1, unmasked first, last + 1."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    stride = KV_HEADS * (DIM + VALUE_DIM)
+    key_at, value_at = kv_head * DIM, KV_HEADS * DIM + kv_head * VALUE_DIM
+    lo, hi = tl.load(ranges + tile), tl.load(ranges + tiles + tile)
+    full_lo, full_hi = tl.load(ranges + 2 * tiles + tile), tl.load(ranges + 3 * tiles + tile)
+    if lo < hi:
+        j = tile * KEYS + tl.arange(0, KEYS)
+        d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+        at = (j.to(tl.int64) * stride)[:, None]
+        key_mask, value_mask = (
+            (j < context)[:, None] & (d < DIM)[None],
+            (j < context)[:, None] & (dv < VALUE_DIM)[None],
+        )
+        k = tl.load(store + key_at + at + d[None], mask=key_mask, other=0.0)
+        v = tl.load(store + value_at + at + dv[None], mask=value_mask, other=0.0)
+        d_k = tl.zeros((KEYS, BLOCK_D), tl.float32)
+        d_v = tl.zeros((KEYS, BLOCK_V), tl.float32)
+        a, b = _split(lo, hi, full_lo, full_hi, ROWS)
+        d_k, d_v = _key_range(
+            d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, lo, a, j, kv_head, scale,
+            HEADS, GROUP, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, True,
+        )  # fmt: skip
+        d_k, d_v = _key_range(
+            d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, a, b, j, kv_head, scale,
+            HEADS, GROUP, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, False,
+        )  # fmt: skip
+        d_k, d_v = _key_range(
+            d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, b, hi, j, kv_head, scale,
+            HEADS, GROUP, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, True,
+        )  # fmt: skip
+        own_keys, own_values = d_store + key_at + at + d[None], d_store + value_at + at + dv[None]
+        d_k = d_k * softmax_scale + tl.load(own_keys, mask=key_mask, other=0.0)
+        tl.store(own_keys, d_k, mask=key_mask)
+        tl.store(own_values, d_v + tl.load(own_values, mask=value_mask, other=0.0), mask=value_mask)
+
+
+def _shape(heads: int, kv_heads: int, dim: int, value_dim: int, lines: int) -> dict[str, int]:
+    """Constants of a tile of `lines` (rows times group) query lines."""
+    group = heads // kv_heads
+    if group & (group - 1):
+        raise ValueError(
+            f"{heads} query heads over {kv_heads} key heads: the CUDA kernels need a ratio that is a power of two."
+        )
+    return {
+        "HEADS": heads,
+        "GROUP": group,
+        "DIM": dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
+        "ROWS": max(1, lines // group),
+    }
+
+
+def forward(
+    query: Tensor,
+    store: Tensor,
+    step: int,
+    heads: tuple[int, int],
+    order: tuple[Tensor, Tensor, Tensor],
+    context: int,
+    offsets: Tensor,
+    scale: float,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Write out [rows, heads * value_dim] and lse [rows, heads] (base 2) of one step.
+
+    query [rows, heads, dim]; store [all keys, kv_heads * (dim + value_dim)], `context` step-0 rows first; order is
+    (rows by position, first visible key, last + 1); offsets are the flat offsets of the steps.
+    """
+    rows, value_dim = len(query), out.shape[1] // heads[0]
+    shape = _shape(*heads, query.shape[2], value_dim, 128)
+    if rows:
+        _forward[(triton.cdiv(rows, shape["ROWS"]), heads[1])](
+            query, store, *order, offsets, out, lse, rows, context, scale * LOG2E, step,
+            **shape, KEYS=64 if shape["BLOCK_D"] > 128 else 128, num_warps=8, num_stages=2,
+        )  # fmt: skip
+
+
+def backward(
+    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    store: Tensor,
+    step: int,
+    heads: tuple[int, int],
+    order: tuple[Tensor, Tensor, Tensor],
+    context: int,
+    offsets: Tensor,
+    scale: float,
+    d_query: Tensor,
+    d_store: Tensor,
+) -> None:
+    """Write d_query [rows, heads, dim]; add to d_store (fp32, laid out as `store`). saved: query, out, lse, d_out."""
+    query, out, lse, d_out = saved
+    rows, value_dim = len(query), out.shape[1] // heads[0]
+    if not rows:
+        return
+    wide = triton.next_power_of_2(query.shape[2]) > 128
+    delta = torch.empty_like(lse)
+    shape = _shape(*heads, query.shape[2], value_dim, 64 if wide else 128)
+    _query_gradient[(triton.cdiv(rows, shape["ROWS"]), heads[1])](
+        query, store, *order, offsets, out, lse, d_out, delta, d_query, d_store, rows, context,
+        scale * LOG2E, scale, step, **shape, KEYS=64, num_warps=8, num_stages=2,
+    )  # fmt: skip
+    keys = 64 if wide else 128
+    tiles = triton.cdiv(context, keys)
+    shape = _shape(*heads, query.shape[2], value_dim, 64)
+    _key_gradient[(tiles, heads[1])](
+        query, store, *order, query_ranges(order[1], order[2], context, keys), lse, d_out, delta, d_store,
+        context, tiles, scale * LOG2E, scale, **shape, KEYS=keys, num_warps=8, num_stages=2,
+    )  # fmt: skip
+
+
+def query_ranges(begin: Tensor, end: Tensor, context: int, keys: int) -> Tensor:
+    """int32 [4, tiles]: for each tile of `keys` step-0 keys, the ordered queries that see any of it (first, last + 1)
+    and those that see all of it (first, last + 1)."""
+    first = torch.arange(0, context, keys, dtype=torch.int32, device=begin.device)
+    last = (first + keys).clamp_(max=context)
+    return torch.stack([
+        torch.searchsorted(end, first, right=True, out_int32=True),
+        torch.searchsorted(begin, last, out_int32=True),
+        torch.searchsorted(end, last, out_int32=True),
+        torch.searchsorted(begin, first, right=True, out_int32=True),
+    ])  # fmt: skip

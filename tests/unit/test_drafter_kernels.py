@@ -1,0 +1,175 @@
+"""The Triton kernels compute what the plain code computes (interpreted on CPU; the GPU tests run them for real)."""
+
+import os
+from typing import get_args
+
+import pytest
+import torch
+
+from eagle3_train.drafter import attention, layers, losses, rope
+from eagle3_train.drafter.rows import plan_rows
+from tests.unit.drafter_cases import MASKS, llama_spec, mla_spec
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before Triton is imported"
+)
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def _few_programs(monkeypatch):
+    class Properties:
+        multi_processor_count = 2
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+
+
+@pytest.mark.parametrize(("rows_a", "two"), [(21, False), (0, True), (9, True)])
+def test_norm_fork_and_its_gradient(rows_a, two):
+    from eagle3_train.drafter import kernels
+
+    x, w_a, w_b = normal(21, 40), 1 + normal(40, seed=1, scale=0.1), 1 + normal(40, seed=2, scale=0.1)
+    for t in (x, w_a, w_b):
+        t.requires_grad_()
+    outs = layers._NormFork.apply(x, w_a, w_b if two else None, 1e-5, rows_a, None, None, None)
+    a, b, rstd = kernels.norm_fork(x.detach(), w_a.detach(), w_b.detach() if two else None, 1e-5, rows_a, None, None)
+    torch.testing.assert_close(a, outs[1].detach())
+    grads = [normal(*o.shape, seed=5 + i) for i, o in enumerate(outs) if o is not None]
+    torch.autograd.backward([o for o in outs if o is not None], grads)
+    d_b = grads[2] if two else None
+    dx, dw_a, dw_b = kernels.norm_fork_backward(
+        x.detach(), rstd, w_a.detach(), w_b.detach() if two else None, grads[0], grads[1], d_b, None
+    )
+    torch.testing.assert_close(dx, x.grad)
+    torch.testing.assert_close(dw_a, w_a.grad)
+    if two:
+        torch.testing.assert_close(b, outs[2].detach())
+        torch.testing.assert_close(dw_b, w_b.grad)
+
+
+def test_swiglu_and_its_gradient():
+    from eagle3_train.drafter import kernels
+
+    gate, up, d = normal(5, 33).requires_grad_(), normal(5, 33, seed=1).requires_grad_(), normal(5, 33, seed=2)
+    out = torch.nn.functional.silu(gate) * up
+    out.backward(d)
+    torch.testing.assert_close(kernels.swiglu(gate.detach(), up.detach()), out.detach())
+    g, u, product = gate.detach().clone(), up.detach().clone(), d.clone()
+    kernels.swiglu_backward(g, u, product)
+    torch.testing.assert_close(g, gate.grad)
+    torch.testing.assert_close(u, up.grad)
+    torch.testing.assert_close(product, out.detach())
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_of_strided_heads_and_back(interleaved):
+    from eagle3_train.drafter import kernels
+
+    packed = normal(7, 50)
+    x = packed[:, :30].unflatten(1, (3, 10))
+    before = packed.clone()
+    angle = normal(7, 3, seed=1)
+    cos, sin = angle.cos(), angle.sin()
+    expected = rope.rotate(x[..., 4:].clone(), cos, sin, interleaved)
+    kernels.rotate_(x, cos, sin, interleaved, back=False)
+    torch.testing.assert_close(x[..., 4:], expected)
+    kernels.rotate_(x, cos, sin, interleaved, back=True)
+    torch.testing.assert_close(packed, before)
+
+
+@pytest.mark.parametrize("kind", get_args(losses.LossKind))
+@pytest.mark.parametrize("vocab", [300, 5000])
+def test_every_loss_and_gradient(kind, vocab):
+    from eagle3_train.drafter import loss_kernels
+
+    logits, table = normal(6, vocab, scale=2.0), normal(4, vocab, seed=1, scale=2.0)
+    slots, weights = torch.tensor([3, 0, 1, 1, 2, 0], dtype=torch.int32), torch.tensor([1, 0.5, 0, 2, 1, 1.0])
+    lse = loss_kernels.logsumexp(table)
+    torch.testing.assert_close(lse, table.logsumexp(-1))
+    expected, teacher = logits.clone(), losses.Teacher(table, lse)
+    value = losses.loss_and_gradient_(expected, teacher, slots, weights, kind)
+    got = loss_kernels.loss_and_gradient_(logits, table, lse, slots, weights, kind, losses.LK_LAMBDA_RATE)
+    torch.testing.assert_close(got.sum(), value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-6)
+
+
+def attention_case(spec, masks, steps):
+    rows = plan_rows([torch.zeros(len(m)).numpy() for m in masks], [torch.tensor(m).bool().numpy() for m in masks], steps)
+    counts = rows.counts[: rows.steps]
+    keys = [len(rows.context), *counts[1:]]
+    tables = rope.rope_tables(spec, rows.max_position, torch.device("cpu"))
+    like = torch.zeros(0)
+    state = attention.StepAttention(spec, counts, keys, rows.offsets, like)
+    return rows, keys, tables, state
+
+
+@pytest.mark.parametrize(
+    ("spec", "masks", "steps"),
+    [
+        (llama_spec(head_dim=16), MASKS, 4),
+        (llama_spec(head_dim=16, num_kv_heads=4), [[0] * 90 + [1] * 200, [0] * 20 + [1] * 70, [1] * 300], 3),
+        (llama_spec(head_dim=24, num_heads=8), [[0] * 5 + [1] * 150 + [0] * 30 + [1] * 120] * 2, 3),
+        (mla_spec(), [[0] * 90 + [1] * 100, [0] * 20 + [1] * 170], 3),
+    ],
+)
+def test_attention_and_its_gradients(spec, masks, steps):
+    from eagle3_train.drafter import attention_kernels
+
+    rows, keys, tables, state = attention_case(spec, masks, steps)
+    *_, kernel_state = attention_case(spec, masks, steps)
+    saved = []
+    for k in range(rows.steps):
+        query_rows = attention.QueryRows.of_step(rows, k, tables)
+        key_value = normal(keys[k], state.kv_heads * (state.qk_dim + state.value_dim), seed=k)
+        query = normal(rows.counts[k], state.heads, state.qk_dim, seed=100 + k)
+        for s in (state, kernel_state):
+            s.push(key_value, query_rows.key_angles)
+        lse, got_lse = torch.zeros(2, *query.shape[:2])
+        attention._forward(query, state, query_rows, state.output.step(k), lse)
+        layout = attention._layout(kernel_state, query_rows, k)
+        attention_kernels.forward(query, *layout, kernel_state.output.step(k), got_lse)
+        torch.testing.assert_close(got_lse * 0.6931471805599453, lse, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(kernel_state.output.step(k), state.output.step(k), rtol=1e-4, atol=1e-4)
+        saved.append((query, lse, got_lse, query_rows))
+    for k in reversed(range(rows.steps)):
+        query, lse, got_lse, query_rows = saved[k]
+        d_out = normal(*state.output.step(k).shape, seed=200 + k)
+        d_query, got = torch.empty(2, *query.shape)
+        attention._backward((query, state.output.step(k), lse, d_out), state, query_rows, k, d_query)
+        layout = attention._layout(kernel_state, query_rows, k)
+        attention_kernels.backward(
+            (query, kernel_state.output.step(k), got_lse, d_out), *layout, got, kernel_state.grads.whole()
+        )
+        torch.testing.assert_close(got, d_query, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(kernel_state.grads.whole(), state.grads.whole(), rtol=1e-3, atol=1e-4)
+
+
+def test_adamw_on_bf16_parameters():
+    from eagle3_train.training import optim_kernels
+    from eagle3_train.training.optim import AdamW
+
+    ours = normal(40, 50).bfloat16().requires_grad_()
+    theirs = ours.detach().clone().requires_grad_()
+    optimiser = AdamW([theirs], lr=1e-2, weight_decay=0.1)
+    state = {n: torch.zeros(40, 50) for n in ("exp_avg", "exp_avg_sq")}
+    master, step, skip = ours.detach().float(), torch.zeros(()), torch.zeros(())
+    for seed in range(3):
+        theirs.grad = normal(40, 50, seed=seed).bfloat16()
+        inverse = torch.clamp((theirs.grad.float().norm() + 1e-6) / 1.0, min=1.0)
+        step += 1
+        optim_kernels.adamw_(
+            ours.detach(), theirs.grad, master, state["exp_avg"], state["exp_avg_sq"], step, inverse, skip,
+            1e-2, 0.9, 0.95, 1e-8, 0.1,
+        )  # fmt: skip
+        optimiser.step()
+    torch.testing.assert_close(master, optimiser.state[theirs]["master"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-2, atol=1e-3)
+    before = master.clone()
+    optim_kernels.adamw_(
+        ours.detach(), theirs.grad, master, state["exp_avg"], state["exp_avg_sq"], step, inverse, torch.ones(()),
+        1e-2, 0.9, 0.95, 1e-8, 0.1,
+    )  # fmt: skip
+    assert torch.equal(master, before)
