@@ -7,7 +7,7 @@ strict schema. The docstring under a field is its help text; `docs/config.md` is
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -292,8 +292,8 @@ class EvaluateConfig(Section):
     """How the target answers while measured."""
     num_speculative_tokens: PositiveInt = 3
     """Draft tokens served."""
-    concurrency: tuple[PositiveInt, ...] = (1,)
-    """Requests in flight, one measurement each."""
+    concurrency: tuple[Annotated[int, Field(ge=1, le=56)], ...] = Field((1,), min_length=1)
+    """Requests in flight, one measurement each (at most 56: a replica answers 64 callers at once)."""
     untrained: bool = True
     """Also serve the drafter as it was before training."""
     max_k: PositiveInt = 7

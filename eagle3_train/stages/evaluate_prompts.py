@@ -1,0 +1,121 @@
+"""Which prompts evaluation uses: given sources with their follow-up turns, or what the rollout held out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from eagle3_train.config import JobConfig
+from eagle3_train.corpus.conversation import Conversation
+from eagle3_train.corpus.leakage import find_leaks
+from eagle3_train.corpus.load import load_prompts
+from eagle3_train.corpus.render import Renderer
+from eagle3_train.corpus.split import is_held_out
+from eagle3_train.corpus.table import read_messages, read_samples
+from eagle3_train.engines.spec import Request
+from eagle3_train.records import Generation, Prompt
+from eagle3_train.rundir import RunDir
+from eagle3_train.runlog import log
+from eagle3_train.training.initial import renderer_of
+
+Prompts = dict[str, list[Prompt]]
+"""Dataset -> prompts."""
+
+
+def evaluation_prompts(config: JobConfig) -> Prompts:
+    """Dataset -> at most evaluate.num_prompts prompts: each source, or the rollout's held-out ones by domain."""
+    limit, paths = config.evaluate.num_prompts, RunDir(config.run_path)
+    found: Prompts = {}
+    for source in config.evaluate.sources:
+        corpus = config.corpus.model_copy(update={"sources": (source,), "limit": limit})
+        tokenizer = config.target.tokenizer or config.target.path
+        loaded = load_prompts(corpus, tokenizer, config.target.trust_remote_code, None)
+        found.setdefault(Path(source).name.partition(".")[0], []).extend(loaded.prompts)
+    if not config.evaluate.sources:
+        messages = read_messages(paths.samples)
+        for sample in sorted(read_samples(paths.samples), key=lambda sample: sample.id):
+            ids = sample.input_ids[: sample.prompt_tokens]
+            if is_held_out(sample.id, config.corpus.held_out_fraction):
+                prompt = Prompt(sample.id, sample.domain, ids, messages[sample.id])
+                found.setdefault(sample.domain, []).append(prompt)
+    room = config.engine.max_model_len - config.evaluate.sampling.max_new_tokens
+    kept = {
+        name: [prompt for prompt in prompts if len(prompt.input_ids) <= room][:limit]
+        for name, prompts in found.items()
+    }
+    for name, prompts in found.items():
+        if too_long := min(len(prompts), limit) - len(kept[name]):
+            log.warning("evaluate: %d prompts of %s exceed %d tokens", too_long, name, room)
+    kept = {name: prompts for name, prompts in kept.items() if prompts}
+    if not kept:
+        raise ValueError(
+            "no prompt to evaluate on: give evaluate.sources, or raise corpus.held_out_fraction above "
+            f"{config.corpus.held_out_fraction}"
+        )
+    return kept
+
+
+def leaked(config: JobConfig, prompts: Prompts) -> list[str]:
+    """Ids of evaluation prompts that training prompts repeat, at least in part."""
+    folder = RunDir(config.run_path).samples
+    none = np.zeros(0, dtype=np.int32)
+    trained = [
+        Prompt(id, "", none, messages)
+        for id, messages in sorted(read_messages(folder).items())
+        if not is_held_out(id, config.corpus.held_out_fraction)
+    ]
+    everything = [prompt for group in prompts.values() for prompt in group]
+    return sorted({leak.eval_id for leak in find_leaks(trained, everything)})
+
+
+def with_followups(
+    config: JobConfig, ask: Callable[[list[Request]], list[Generation]], prompts: Prompts
+) -> Prompts:
+    """Every later user turn as a prompt of its own, after the target's own answers to the earlier ones."""
+    renderer, complete = renderer_of(config), dict(prompts)
+    turn = prompts
+    while turn := {name: [p for p in group if _followups(p)] for name, group in turn.items()}:
+        if not any(turn.values()):
+            break
+        for name, group in turn.items():
+            answers = ask(requests(config, group))
+            turn[name] = [
+                _next_turn(prompt, generation.text, renderer)
+                for prompt, generation in zip(group, answers, strict=True)
+            ]
+            complete[name] = [*complete[name], *turn[name]]
+    return complete
+
+
+def _followups(prompt: Prompt) -> tuple[str, ...]:
+    return tuple((json.loads(prompt.messages_json) or {"followups": ()})["followups"])
+
+
+def _next_turn(prompt: Prompt, answer: str, renderer: Renderer) -> Prompt:
+    said = Conversation.from_json(prompt.messages_json)
+    turn = {"role": "user", "content": said.followups[0]}
+    messages = [*said.messages, {"role": "assistant", "content": answer}, turn]
+    following = replace(said, messages=messages, followups=said.followups[1:])
+    ids = np.array(renderer.prompt_ids(messages, said.tools), dtype=np.int32)
+    return Prompt(f"{prompt.id}-next", prompt.domain, ids, following.to_json())
+
+
+def requests(config: JobConfig, prompts: Sequence[Prompt]) -> list[Request]:
+    """What the engine is asked, each prompt with a seed of its own when sampling."""
+    sampling = config.evaluate.sampling
+    return [
+        Request(
+            prompt.id,
+            tuple(prompt.input_ids.tolist()),
+            sampling.max_new_tokens,
+            sampling.temperature,
+            sampling.top_p,
+            sampling.top_k,
+            seed=index if sampling.temperature else None,
+        )
+        for index, prompt in enumerate(prompts)
+    ]

