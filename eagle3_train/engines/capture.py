@@ -53,7 +53,7 @@ class Slot:
 
 
 class CapturedPack(Captured):
-    """The states of several samples, concatenated; `bad` lists (index in pack, reason)."""
+    """The states of several samples, concatenated; `bad`: index in pack -> reason."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class CapturedPack(Captured):
     ) -> None:
         super().__init__(hidden, token_ids, release)
         self.slots = slots
-        self.bad: list[tuple[int, str]] = []
+        self.bad: dict[int, str] = {}
 
     def spoil(self, index: int, reason: str) -> None:
         """Zero the rows of a sample that came back wrong."""
         first = sum(slot.tokens for slot in self.slots[:index])
         self.hidden[first : first + self.slots[index].tokens].zero_()
-        self.bad.append((index, reason))
+        self.bad[index] = reason
 
 
 @dataclass(slots=True)
@@ -88,11 +88,18 @@ class _Expected:
 class Captures:
     """Grants regions, receives states, verifies them, completes futures."""
 
-    def __init__(self, row: tuple[int, int], dtype: torch.dtype, arena_bytes: int) -> None:
-        """row: (boundaries, hidden size)."""
+    def __init__(
+        self,
+        row: tuple[int, int],
+        dtype: torch.dtype,
+        arena_bytes: int,
+        lost: Callable[[str], None],
+    ) -> None:
+        """row: (boundaries, hidden size); `lost` is told why, when the worker is gone."""
         self._row = row
         self._dtype = dtype
         self._row_bytes = row[0] * row[1] * dtype.itemsize
+        self._lost = lost
         self._lock = threading.RLock()
         self._expected: dict[str, _Expected] = {}
         self._waiting: deque[str] = deque()  # answers whose region was not available yet
@@ -165,10 +172,10 @@ class Captures:
 
     def _received(self, message: dict[str, Any]) -> None:
         """A message of the worker; runs on the hand-over's thread."""
+        if "lost" in message:
+            self._lost(message["lost"])
+            return
         with self._lock:
-            if "lost" in message:
-                self.fail_all(RuntimeError(message["lost"]))
-                return
             key = message["done"] if "done" in message else message["failed"]
             if key in self._expected:
                 self._expected[key].arrived = message

@@ -69,12 +69,14 @@ class Engine:
         self._gate = threading.Lock()  # nothing is queued once `_death` is set
         self._death: EngineError | None = None
         self._closing = False
+        self.last_step = time.monotonic()
         self._captures: Captures | None = None
         if spec.purpose == "capture":
             self._captures = Captures(
                 (len(spec.boundaries), self._target.hidden_size),
                 getattr(torch, spec.capture_dtype),
                 spec.arena_bytes or self._default_arena_bytes(),
+                self._lost,
             )
         started = time.monotonic()
         ready: Future[None] = Future()
@@ -179,10 +181,10 @@ class Engine:
             return
         ready.set_result(None)
         try:
-            while not self._closing:
+            while not self._closing and self._death is None:
                 self._admit()
                 self._step()
-            self._fail_all(EngineError("the engine was closed"))
+            self._fail_all(self._death or EngineError("the engine was closed"))
         except Exception as error:
             log.exception("the engine died")
             self._fail_all(EngineError(f"{versions.name()} died: {error!r}"))
@@ -206,7 +208,9 @@ class Engine:
 
     def _step(self) -> None:
         if self._llm.has_unfinished_requests() or versions.core_is_busy(self._llm):
-            for output in self._llm.step():
+            outputs = self._llm.step()
+            self.last_step = time.monotonic()
+            for output in outputs:
                 if output.finished:
                     self._finish(output)
 
@@ -264,6 +268,13 @@ class Engine:
             self._inbox.get()()
 
     # Details.
+
+    def _lost(self, reason: str) -> None:
+        """The worker has left the hand-over; runs on its thread."""
+        if not self._closing:
+            with self._gate:
+                self._death = self._death or EngineError(reason)
+            self._inbox.put(lambda: None)
 
     def _submit(self, request: Request, slot: Any) -> Future[Completion]:
         if not request.prompt_ids:

@@ -80,6 +80,7 @@ def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -
         "enable_prefix_caching": spec.prefix_caching,
         "load_format": spec.load_format,
         "seed": spec.seed,
+        "use_tqdm_on_load": False,
         "disable_log_stats": spec.purpose != "serve",
         "worker_extension_cls": "eagle3_train.engines.worker.WorkerExtension",
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+Purpose = Literal["capture", "serve", "plain"]
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
@@ -19,7 +21,7 @@ class EngineSpec:
 
     model: str
     tokenizer: str
-    purpose: Literal["capture", "serve", "plain"]
+    purpose: Purpose
     boundaries: tuple[int, ...] = ()
     drafter: str = ""
     num_speculative_tokens: int = 0

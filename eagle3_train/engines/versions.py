@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 QUIET = {
-    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",

@@ -1,0 +1,313 @@
+"""The engine replicas of a job: started on placement groups of their own, leased, replaced, given back.
+
+lease      callers            a live replica                least loaded first, by tokens
+failed     callers            nothing                       the others go on; a new replica is started
+close      the job            replicas to stop              placement groups are removed explicitly
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from eagle3_train.config import EngineConfig, JobConfig
+from eagle3_train.engines.launch import EngineError
+from eagle3_train.engines.replica import EngineReplica
+from eagle3_train.engines.spec import EngineSpec, Purpose
+from eagle3_train.records import EngineFacts
+
+log = logging.getLogger(__name__)
+
+REPLICA_THREADS = 64
+POOL_THREADS = 128
+LOG_EVERY_S = 5.0
+CLOSE_TIMEOUT_S = 30.0
+LEAST_CPUS = 0.001  # Ray refuses an empty bundle
+
+
+def spec_for(
+    config: JobConfig,
+    purpose: Purpose,
+    boundaries: tuple[int, ...] = (),
+    drafter: str = "",
+) -> EngineSpec:
+    """The engine a job needs for `purpose`; boundaries for "capture", a checkpoint for "serve"."""
+    engine = config.engine
+    return EngineSpec(
+        model=config.target.path,
+        tokenizer=config.target.tokenizer or config.target.path,
+        purpose=purpose,
+        boundaries=boundaries,
+        drafter=drafter,
+        num_speculative_tokens=config.evaluate.num_speculative_tokens if purpose == "serve" else 0,
+        trust_remote_code=config.target.trust_remote_code,
+        dtype=engine.dtype,
+        tensor_parallel=engine.tensor_parallel,
+        max_model_len=engine.max_model_len,
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        kv_cache_bytes=engine.kv_cache_bytes,
+        gpu_memory_utilization=engine.gpu_memory_utilization,
+        enforce_eager=engine.enforce_eager,
+        prefix_caching=engine.prefix_caching,
+        load_format=engine.load_format,
+        seed=config.rollout.seed,
+    )
+
+
+def start_pool(spec: EngineSpec, engine: EngineConfig) -> Any:
+    """Handle of a pool whose replicas are ready; says every few seconds what it waits for.
+
+    Raises EngineError when the cluster is too small or an engine cannot start; nothing is left behind then.
+    """
+    pool = (
+        ray.remote(EnginePool)
+        .options(num_cpus=0, max_concurrency=POOL_THREADS)
+        .remote(spec, engine)
+    )
+    starting = pool.start.remote()
+    try:
+        while not ray.wait([starting], timeout=LOG_EVERY_S)[0]:
+            log.info("engines: %s", ray.get(pool.status.remote()))
+        facts: EngineFacts = ray.get(starting)
+    except RayTaskError as error:
+        close_pool(pool)
+        cause = error.as_instanceof_cause()
+        raise EngineError(str(error.cause)) from cause
+    except BaseException:
+        close_pool(pool)
+        raise
+    log.info(
+        "engines: %d x %s (%s, %s) ready in %.0f s",
+        engine.replicas, facts.resolved_class, facts.engine, facts.dtype, facts.start_s,
+    )  # fmt: skip
+    return pool
+
+
+def close_pool(pool: Any) -> None:
+    """Stop the replicas, remove their placement groups, end the pool."""
+    with suppress(RayError):
+        ray.get(pool.close.remote(), timeout=2 * CLOSE_TIMEOUT_S)
+    ray.kill(pool)
+
+
+@dataclass(slots=True)
+class _Replica:
+    """One replica: loading until `facts` is there."""
+
+    group: PlacementGroup
+    handle: Any = None
+    facts: EngineFacts | None = None
+    load_tokens: int = 0
+
+
+class EnginePool:
+    """Thread-safe; runs as a Ray actor (`start_pool`) or in the driver."""
+
+    def __init__(self, spec: EngineSpec, engine: EngineConfig) -> None:
+        self._spec = spec
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._replicas: dict[int, _Replica] = {}
+        self._next_id = 0
+        self._replacements = 0
+        self._error: EngineError | None = None
+        self._closed = False
+
+    def start(self) -> EngineFacts:
+        """Start every replica side by side; facts of the first. Raises EngineError."""
+        self._check_cluster()
+        with self._changed:
+            threads = [self._launch() for _ in range(self._engine.replicas)]
+        for thread in threads:
+            thread.join()
+        with self._changed:
+            if self._error is not None:
+                raise self._error
+            facts = [replica.facts for replica in self._replicas.values()]
+        assert facts[0] is not None
+        return facts[0]
+
+    def status(self) -> str:
+        """One line: how many replicas are ready and what the others wait for."""
+        with self._changed:
+            ready = sum(r.facts is not None for r in self._replicas.values())
+            placed = sum(r.handle is not None for r in self._replicas.values())
+        need = _resources(self._engine)
+        return (
+            f"{ready}/{self._engine.replicas} replicas ready, {placed - ready} loading, "
+            f"{self._engine.replicas - placed} waiting for {need} (free: {_free(need)})"
+        )
+
+    def lease(self, cost_tokens: int) -> tuple[int, Any]:
+        """(id, handle) of the least loaded replica; waits while all are being replaced."""
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                ready = [(r.load_tokens, i) for i, r in self._replicas.items() if r.facts]
+                if ready:
+                    _, chosen = min(ready)
+                    self._replicas[chosen].load_tokens += cost_tokens
+                    return chosen, self._replicas[chosen].handle
+                self._changed.wait()
+
+    def release(self, replica_id: int, cost_tokens: int) -> None:
+        """The leased work is over, well or badly."""
+        with self._changed:
+            if replica_id in self._replicas:
+                self._replicas[replica_id].load_tokens -= cost_tokens
+
+    def failed(self, replica_id: int) -> None:
+        """A replica is dead: replace it while the others go on. Reported twice, it is replaced once."""
+        with self._changed:
+            replica = self._replicas.pop(replica_id, None)
+            if replica is None or self._closed:
+                return
+            self._replacements += 1
+            if self._replacements > self._engine.max_replacements:
+                self._error = EngineError(
+                    f"{self._replacements} engine replicas have died, engine.max_replacements="
+                    f"{self._engine.max_replacements}; the replicas' logs say why"
+                )
+                self._changed.notify_all()
+                return
+            log.warning(
+                "engine replica %d died; replacement %d of at most %d starts",
+                replica_id, self._replacements, self._engine.max_replacements,
+            )  # fmt: skip
+            _discard(replica)
+            self._launch()
+
+    def handles(self) -> dict[int, Any]:
+        """Every ready replica, by id."""
+        with self._changed:
+            return {i: r.handle for i, r in self._replicas.items() if r.facts is not None}
+
+    def replacements(self) -> int:
+        """Replicas that have died so far."""
+        return self._replacements
+
+    def close(self) -> None:
+        """Stop replicas, then remove their placement groups."""
+        with self._changed:
+            self._closed = True
+            replicas, self._replicas = list(self._replicas.values()), {}
+            self._error = self._error or EngineError("the engine pool was closed")
+            self._changed.notify_all()
+        closing = [r.handle.close.remote() for r in replicas if r.facts is not None]
+        if closing:
+            ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
+        for replica in replicas:
+            _discard(replica)
+
+    def _launch(self) -> threading.Thread:
+        """Start one replica in the background; the caller holds the lock."""
+        replica_id, self._next_id = self._next_id, self._next_id + 1
+        group = placement_group([_resources(self._engine)], strategy="STRICT_PACK")
+        replica = self._replicas[replica_id] = _Replica(group)
+        thread = threading.Thread(target=self._bring_up, args=(replica_id, replica), daemon=True)
+        thread.start()
+        return thread
+
+    def _bring_up(self, replica_id: int, replica: _Replica) -> None:
+        """Wait for the placement group, then for the engine; an error is the pool's error."""
+        try:
+            facts = self._place_and_load(replica)
+        except (RayError, EngineError) as error:
+            with self._changed:
+                if replica_id in self._replicas and self._error is None:
+                    self._error = EngineError(_reason(error))
+                self._changed.notify_all()
+            return
+        with self._changed:
+            replica.facts = facts
+            self._changed.notify_all()
+
+    def _place_and_load(self, replica: _Replica) -> EngineFacts:
+        need, timeout_s = _resources(self._engine), self._engine.start_timeout_s
+        started = time.monotonic()
+        if not replica.group.wait(timeout_s):
+            raise EngineError(
+                f"an engine replica waited {timeout_s:.0f} s for {need}, free now: {_free(need)}; "
+                "stop what else runs on the cluster, or lower engine.replicas, engine.cpus or "
+                "engine.gpus_per_worker"
+            )
+        strategy = PlacementGroupSchedulingStrategy(replica.group, placement_group_bundle_index=0)
+        threads = str(max(1, int(self._engine.cpus)))
+        replica.handle = (
+            ray.remote(EngineReplica)
+            .options(
+                num_cpus=need["CPU"],
+                num_gpus=need.get("GPU", 0),
+                scheduling_strategy=strategy,
+                max_concurrency=REPLICA_THREADS,
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": threads}},
+            )
+            .remote(self._spec, self._engine.request_timeout_s)
+        )
+        left_s = max(1.0, timeout_s - (time.monotonic() - started))
+        try:
+            facts: EngineFacts = ray.get(replica.handle.facts.remote(), timeout=left_s)
+        except GetTimeoutError:
+            raise EngineError(
+                f"an engine did not load within engine.start_timeout_s={timeout_s:.0f}; raise it"
+            ) from None
+        return facts
+
+    def _check_cluster(self) -> None:
+        """Refuse at once what the cluster can never hold."""
+        need = _resources(self._engine)
+        total = ray.cluster_resources()
+        for name, amount in need.items():
+            wanted = amount * self._engine.replicas
+            if wanted > total.get(name, 0):
+                raise EngineError(
+                    f"{self._engine.replicas} engine replicas need {wanted:g} {name}, the cluster has "
+                    f"{total.get(name, 0):g}; lower engine.replicas, engine.cpus or "
+                    "engine.gpus_per_worker, or start a larger cluster"
+                )
+
+
+def _resources(engine: EngineConfig) -> dict[str, float]:
+    """One replica's bundle; its tensor-parallel workers share the bundle, hence the node."""
+    need = {"CPU": max(engine.cpus, LEAST_CPUS)}
+    if engine.gpus_per_worker:
+        if engine.gpus_per_worker < 1 and engine.tensor_parallel > 1:
+            raise EngineError(
+                f"engine.gpus_per_worker={engine.gpus_per_worker} with engine.tensor_parallel="
+                f"{engine.tensor_parallel}: Ray would put several workers on one GPU; use whole GPUs"
+            )
+        need["GPU"] = engine.gpus_per_worker * engine.tensor_parallel
+    return need
+
+
+def _free(need: dict[str, float]) -> dict[str, float]:
+    available = ray.available_resources()
+    return {name: available.get(name, 0.0) for name in need}
+
+
+def _reason(error: BaseException) -> str:
+    """What an engine said when it could not start, without Ray's wrapping."""
+    if isinstance(error, RayTaskError):
+        return str(error.cause)
+    if isinstance(error, RayActorError):
+        lines = [line for line in str(error).splitlines() if "EngineError:" in line]
+        return lines[-1].split("EngineError:", 1)[1].strip() if lines else str(error)
+    return str(error)
+
+
+def _discard(replica: _Replica) -> None:
+    """Kill what is left of a replica and free its resources."""
+    if replica.handle is not None:
+        ray.kill(replica.handle)
+    remove_placement_group(replica.group)

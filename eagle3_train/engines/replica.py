@@ -1,0 +1,117 @@
+"""An engine as a Ray actor: wrap with `ray.remote(EngineReplica)` at the call site (see pool.py).
+
+Requests that fail do not hurt the replica; a dead or stalled engine ends the process, so that callers get
+RayActorError and ask for another replica.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from eagle3_train.engines.engine import Completion, Engine
+from eagle3_train.engines.launch import EngineError
+from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
+from eagle3_train.records import EngineFacts, Generation
+
+log = logging.getLogger(__name__)
+
+PROGRESS_CHECK_S = 5.0
+
+
+class EngineReplica:
+    """Thread-safe; give the actor as many threads as callers that wait at once."""
+
+    def __init__(self, spec: EngineSpec, stall_timeout_s: float) -> None:
+        """Start the engine; `stall_timeout_s` without any finished step counts as dead."""
+        self._engine = Engine(spec)
+        self._stall_timeout_s = stall_timeout_s
+
+    def generate(self, requests: Sequence[Request]) -> list[Generation]:
+        """Answer all, in order; a refused request comes back with finish_reason "error", the reason as text."""
+        futures = [self._engine.submit(request) for request in requests]
+        self._wait(futures)
+        return [
+            self._answer(request, future) for request, future in zip(requests, futures, strict=True)
+        ]
+
+    def capture(
+        self, samples: Sequence[npt.NDArray[np.int32]]
+    ) -> Iterator[npt.NDArray[Any] | tuple[int, dict[int, str]]]:
+        """Prefill the samples; call with num_returns=2 for references to (states, (bytes, bad)).
+
+        The states are one array [tokens, boundaries * hidden], samples in order, bf16 viewed as int16 (or
+        float32, as the spec says). Ray stores it as it is yielded, then the engine's memory is free again. The
+        caller owns it, so it outlives this process. `bad`: index in pack -> reason; its rows are zero.
+        """
+        pack = self._guard(lambda: self._engine.capture(samples))
+        rows = pack.hidden.flatten(1)
+        array = (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
+        try:
+            yield array
+        finally:
+            pack.release()
+        yield int(array.nbytes), pack.bad
+
+    def facts(self) -> EngineFacts:
+        """What the engine says of itself."""
+        return self._engine.facts()
+
+    def acceptance(self) -> Acceptance:
+        """Speculative counters since the engine started."""
+        counters: Acceptance = self._guard(self._engine.acceptance)
+        return counters
+
+    def load_drafter(self, directory: str) -> None:
+        """Serve another drafter of the same shape from now on."""
+        self._guard(lambda: self._engine.load_drafter(directory))
+
+    def ping(self) -> None:
+        """Return when the engine thread has run something: the engine lives."""
+        self._guard(self._engine.acceptance)
+
+    def pid(self) -> int:
+        """Process that would have to be ended to end this replica."""
+        return os.getpid()
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back."""
+        self._engine.close()
+
+    def _answer(self, request: Request, future: Future[Completion]) -> Generation:
+        error = future.exception()
+        if isinstance(error, ValueError):
+            return Generation(request.id, request.prompt_ids, (), "error", str(error))
+        if error is not None:
+            self._die(error)
+        completion = future.result()
+        if completion.captured is not None:
+            completion.captured.release()
+        return completion.generation
+
+    def _wait(self, futures: Sequence[Future[Completion]]) -> None:
+        """Wait for all, as long as the engine makes progress."""
+        while wait(futures, timeout=PROGRESS_CHECK_S).not_done:
+            idle_s = time.monotonic() - self._engine.last_step
+            if idle_s > self._stall_timeout_s:
+                self._die(EngineError(f"no engine step finished for {idle_s:.0f} s"))
+
+    def _guard(self, function: Any) -> Any:
+        try:
+            return function()
+        except EngineError as error:
+            self._die(error)
+
+    def _die(self, error: BaseException) -> None:
+        """End the process: only a fresh one can serve again."""
+        log.error("engine replica exits: %s", error)
+        logging.shutdown()
+        os._exit(1)

@@ -1,0 +1,44 @@
+"""Session fixtures: tiny models and one Ray cluster, each built once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # spinning threads of several processes stall each other
+os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with a target per family and random drafters `<family>-drafter`."""
+    root = tmp_path_factory.mktemp("models")
+    for family in ("llama", "qwen3", "mla"):
+        tiny.write_target(root / family, family)
+        attention = "mla" if family == "mla" else "llama"
+        tiny.write_drafter(root / f"{family}-drafter", root / family, family, attention=attention)
+    return root
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """One local cluster, dashboard on, with more logical CPUs than this machine may have."""
+    import ray
+
+    folders = (Path(__file__).parent.parent, Path(__file__).parent / "integration")
+    ray.init(
+        num_cpus=4,
+        include_dashboard=True,
+        object_store_memory=512 << 20,
+        log_to_driver=False,
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(map(str, folders))}},
+    )
+    yield
+    ray.shutdown()
