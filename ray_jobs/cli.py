@@ -6,8 +6,10 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from eagle3_train.config import JobConfig, load_config
 
@@ -30,6 +32,7 @@ def parse(description: str) -> JobConfig:
 def run(description: str, job: Callable[[JobConfig], object]) -> None:
     """Parse, record provenance, connect to Ray, run `job`; user errors end in one line, status 1."""
     from eagle3_train import provenance, runlog
+    from eagle3_train.engines.launch import EngineError
 
     config = parse(description)
     runlog.setup(config, "driver")
@@ -37,7 +40,7 @@ def run(description: str, job: Callable[[JobConfig], object]) -> None:
     try:
         provenance.record(config)
         job(config)
-    except ValueError as error:
+    except (ValueError, EngineError) as error:
         runlog.log.debug("failed", exc_info=True)
         raise SystemExit(f"error: {error}") from error
 
@@ -54,3 +57,18 @@ def connect() -> None:
         return
     # Logical CPUs: the demo's engine, trainers and actors share few cores, and mostly wait.
     ray.init(num_cpus=max(4, os.cpu_count() or 1), runtime_env=environment, include_dashboard=True)
+
+
+@contextmanager
+def capture_engines(config: JobConfig) -> Iterator[Any]:
+    """Pool of engines that answer prompts and hand hidden states over, for as long as the block runs."""
+    from eagle3_train.engines.pool import close_pool, spec_for, start_pool
+    from eagle3_train.target.facts import read_facts, resolve_boundaries
+
+    facts = read_facts(config.target.path)
+    boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
+    pool = start_pool(spec_for(config, "capture", boundaries), config.engine)
+    try:
+        yield pool
+    finally:
+        close_pool(pool)

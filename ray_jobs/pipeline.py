@@ -4,7 +4,6 @@ rollout -> train -> export -> evaluate -> report. Run it again and it completes 
 """
 
 from eagle3_train.config import JobConfig
-from eagle3_train.engines.pool import engine_pool
 from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import stage_timer
 from eagle3_train.stages import evaluate, export, preflight, report, rollout, train
@@ -17,7 +16,7 @@ def job(config: JobConfig) -> None:
     preflight.require(config)
     cli.connect()
     if not (rollout.is_complete(config) and train.is_complete(config)):
-        with engine_pool(config) as pool:
+        with cli.capture_engines(config) as pool:
             with stage_timer(run, "rollout"):
                 rollout.run(config, pool)
             with stage_timer(run, "train"):

@@ -1,7 +1,6 @@
 """The target answers the prompts: `rollout.py -c FILE... [section.field=value ...]`."""
 
 from eagle3_train.config import JobConfig
-from eagle3_train.engines.pool import engine_pool
 from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import stage_timer
 from eagle3_train.stages import rollout
@@ -11,7 +10,7 @@ from ray_jobs import cli
 def job(config: JobConfig) -> None:
     """Answer every prompt that has no committed answer yet."""
     cli.connect()
-    with stage_timer(RunDir(config.run_path), "rollout"), engine_pool(config) as pool:
+    with stage_timer(RunDir(config.run_path), "rollout"), cli.capture_engines(config) as pool:
         rollout.run(config, pool)
 
 

@@ -1,18 +1,20 @@
 """Stream hidden states into the drafter: `train.py -c FILE... [section.field=value ...]`."""
 
 from eagle3_train.config import JobConfig
-from eagle3_train.engines.pool import engine_pool
 from eagle3_train.rundir import RunDir
-from eagle3_train.runlog import stage_timer
+from eagle3_train.runlog import log, stage_timer
 from eagle3_train.stages import preflight, train
 from ray_jobs import cli
 
 
 def job(config: JobConfig) -> None:
     """Preflight, then train on the rollout's samples."""
+    if train.is_complete(config):
+        log.info("train: already complete")
+        return
     preflight.require(config)
     cli.connect()
-    with stage_timer(RunDir(config.run_path), "train"), engine_pool(config) as pool:
+    with stage_timer(RunDir(config.run_path), "train"), cli.capture_engines(config) as pool:
         train.run(config, pool)
 
 

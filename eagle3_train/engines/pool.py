@@ -61,6 +61,7 @@ def spec_for(
         prefix_caching=engine.prefix_caching,
         load_format=engine.load_format,
         seed=config.rollout.seed,
+        capture_dtype=config.stream.dtype,
     )
 
 

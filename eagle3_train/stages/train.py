@@ -37,7 +37,7 @@ from eagle3_train.training.step import Evaluation, train_step
 def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
     """Train to the end and return the content of train/result.json; complete runs return at once."""
     paths = RunDir(config.run_path)
-    if paths.train_result.exists():
+    if is_complete(config):
         log.info("train: already complete (%s)", paths.train_result)
         done: dict[str, Any] = json.loads(paths.train_result.read_text())
         return done
