@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from statistics import median
+from textwrap import wrap
 from typing import Any
 
 from eagle3_train.config import JobConfig
@@ -142,7 +143,7 @@ def card(summary: Json) -> str:
         f"  expected (walked)   {number(summary['expected_acceptance_length'])}",
         "  per position        "
         + "  ".join(f"{p:.2f}" for p in summary["per_position_acceptance"]),
-        f"speedup               {number(summary['speedup'])}x"
+        f"speedup               {times(summary['speedup'])}"
         f"   at concurrency {summary['concurrency']}",
         f"outputs lossless      {yes(summary['lossless'])}"
         f"   distinct bigrams {number(summary['distinct_bigram'])}",
@@ -154,8 +155,9 @@ def card(summary: Json) -> str:
         f"wall time             {summary['total_wall_s']:.0f} s  ("
         + ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in summary["wall_s"].items())
         + ")",
-        *(f"ALARM  {alarm}" for alarm in summary["alarms"]),
     ]
+    for alarm in summary["alarms"]:
+        lines += wrap(f"ALARM  {alarm}", 96, subsequent_indent="       ")
     width = max(map(len, lines))
     bar = "+" + "-" * (width + 2) + "+"
     return "\n".join([bar, *(f"| {line:<{width}} |" for line in lines), bar])
@@ -175,7 +177,7 @@ def compose(summary: Json, changes: list[Json]) -> Document:
             "walked over held-out greedy answers",
         ),
         "speedup": (
-            f"{number(summary['speedup'])}x",
+            times(summary["speedup"]),
             f"at concurrency {summary['concurrency']}, same engine without drafter",
         ),
         "lossless": (yes(summary["lossless"]), "greedy tokens with and without drafter"),
@@ -253,6 +255,11 @@ def _changes(changes: list[Json]) -> tuple[list[str], list[list[str]]]:
 def number(value: float | None) -> str:
     """Two decimals, or a dash for what was not measured."""
     return "-" if value is None else f"{value:.2f}"
+
+
+def times(value: float | None) -> str:
+    """A factor, or a dash."""
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def yes(value: bool | None) -> str:
