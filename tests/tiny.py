@@ -162,5 +162,5 @@ def token_ids(count: int, seed: int) -> npt.NDArray[np.int32]:
     """A prompt of ordinary tokens."""
     random = np.random.default_rng(seed)
     ids = random.integers(5, VOCAB, count).astype(np.int32)
-    ids[:2] = (BOS, USER)
+    ids[:2] = (BOS, USER)[:count]
     return ids

@@ -36,6 +36,8 @@ T = TypeVar("T")
 # Pause between steps that only wait for a copy to finish.
 IDLE_STEP_S = 0.001
 
+_ALIVE = threading.Lock()  # vLLM keeps its parallel state and its KV connector in globals
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
@@ -54,7 +56,7 @@ class _Running:
 
 
 class Engine:
-    """Wraps vLLM's LLMEngine; one live engine per process when the core shares it."""
+    """Wraps vLLM's LLMEngine; a process holds one at a time."""
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start the engine; returns when it can serve. Raises ValueError or EngineError."""
@@ -62,6 +64,8 @@ class Engine:
         self._target = read_facts(spec.model)
         check(spec, self._target)
         versions.prepare_environment(spec.own_process)
+        if not _ALIVE.acquire(blocking=False):
+            raise EngineError("a process holds one engine at a time; close the other one first")
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._running: dict[str, _Running] = {}
         self._numbers = iter(range(1 << 62))
@@ -161,11 +165,14 @@ class Engine:
 
     def close(self) -> None:
         """Stop vLLM and give everything back; unfinished requests fail."""
+        if self._closing:
+            return
         self._closing = True
         self._inbox.put(lambda: None)
         self._thread.join()
         if self._captures is not None:
             self._captures.close()
+        _ALIVE.release()
 
     # The engine thread.
 

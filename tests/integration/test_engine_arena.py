@@ -1,0 +1,103 @@
+"""The arena the states pass through: bounded, shared, given back whatever happens to a request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from eagle3_train.engines import versions
+from eagle3_train.engines.engine import Engine
+from eagle3_train.engines.spec import EngineSpec, Request
+from tests import tiny
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
+
+
+def ask(ids: npt.NDArray[np.int32], **values: Any) -> Request:
+    return Request("r", tuple(ids.tolist()), capture=True, **values)
+
+
+@pytest.fixture(scope="module")
+def small_arena(tiny_models: Path) -> Iterator[Engine]:
+    """Room for 300 tokens; states as bf16."""
+    row = 2 * tiny.HIDDEN * 2
+    engine = Engine(
+        EngineSpec(
+            str(tiny_models / "llama"),
+            str(tiny_models / "llama"),
+            "capture",
+            (4, 8),
+            max_model_len=256,
+            max_num_seqs=4,
+            kv_cache_bytes=16 << 20,
+            enforce_eager=True,
+            arena_bytes=300 * (row + 4),
+        )
+    )
+    yield engine
+    engine.close()
+
+
+def free_bytes(engine: Engine) -> int:
+    assert engine._captures is not None
+    return engine._captures._arena.free_bytes
+
+
+def test_more_states_than_the_arena_holds_wait_for_room_and_all_arrive(small_arena: Engine) -> None:
+    before = free_bytes(small_arena)
+    seen: list[int] = []
+
+    def consume(seed: int) -> None:
+        pack = small_arena.capture([tiny.token_ids(100 + seed, seed)])
+        assert pack.hidden.dtype == torch.bfloat16
+        assert pack.hidden.isfinite().all()
+        seen.append(len(pack.hidden))
+        pack.release()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(consume, range(16)))
+    assert sorted(seen) == [100 + seed for seed in range(16)]
+    answers = [
+        small_arena.submit(ask(tiny.token_ids(60, seed), max_new_tokens=40, ignore_eos=True))
+        for seed in range(8)
+    ]
+    for answer in answers:  # eight answers of 99 tokens, room for three
+        captured = answer.result().captured
+        assert captured is not None
+        assert len(captured.hidden) == 99
+        captured.release()
+    assert free_bytes(small_arena) == before
+
+
+def test_a_pack_that_can_never_fit_is_refused_with_the_remedy(small_arena: Engine) -> None:
+    with pytest.raises(ValueError, match="arena_bytes"):
+        small_arena.capture([tiny.token_ids(200, 1), tiny.token_ids(200, 2)])
+
+
+def test_a_refused_sample_is_named_and_its_neighbours_are_untouched(small_arena: Engine) -> None:
+    before = free_bytes(small_arena)
+    pack = small_arena.capture([tiny.token_ids(9, 1), np.array([3, 10_000], dtype=np.int32)])
+    assert list(pack.bad) == [1]
+    assert not pack.hidden[9:].any()
+    assert pack.hidden[:9].abs().amax() > 0
+    pack.release()
+    assert free_bytes(small_arena) == before
+
+
+def test_an_aborted_request_yields_no_states_and_frees_its_blocks(small_arena: Engine) -> None:
+    before = free_bytes(small_arena)
+    small_arena.submit(ask(tiny.token_ids(10, 1), max_new_tokens=200, ignore_eos=True))
+    while not (running := small_arena._call(lambda: list(small_arena._running))):
+        pass
+    small_arena._call(lambda: small_arena._llm.abort_request(running))
+    for seed in range(8):  # as many blocks as the engine has, several times over
+        small_arena.capture([tiny.token_ids(250, seed)]).release()
+    assert free_bytes(small_arena) == before
+    assert not small_arena._call(lambda: versions.core_is_busy(small_arena._llm))
