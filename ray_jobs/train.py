@@ -12,6 +12,7 @@ def job(config: JobConfig) -> None:
     if train.is_complete(config):
         log.info("train: already complete")
         return
+    train.check(config)
     preflight.require(config)
     cli.connect()
     with stage_timer(RunDir(config.run_path), "train"), cli.capture_engines(config) as pool:

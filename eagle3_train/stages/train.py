@@ -26,11 +26,11 @@ from eagle3_train.stream.coordinator import StreamCoordinator
 from eagle3_train.stream.flight import StreamCounters
 from eagle3_train.stream.ledger import Ledger
 from eagle3_train.stream.pipeline import StreamLink, captured_packs, token_table
-from eagle3_train.stream.plan import Window
+from eagle3_train.stream.plan import Window, plan_run
 from eagle3_train.target.facts import bytes_per_token, read_facts, resolve_boundaries
 from eagle3_train.training import checkpoint
 from eagle3_train.training.initial import write_initial
-from eagle3_train.training.state import TrainState
+from eagle3_train.training.state import TrainState, plan_shape
 from eagle3_train.training.step import Evaluation, train_step
 
 
@@ -42,11 +42,7 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
         done: dict[str, Any] = json.loads(paths.train_result.read_text())
         return done
     train, held_out = split_samples(config)
-    facts = read_facts(config.target.path)
-    boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
-    itemsize = 2 if config.stream.dtype == "bfloat16" else 4
-    token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), itemsize)
-    _require_one_window(config, token_bytes)
+    token_bytes = _check_layout(config, train, held_out)
     write_initial(config, train)
     coordinator = (
         ray.remote(StreamCoordinator)
@@ -101,16 +97,28 @@ def _run_config(config: JobConfig) -> ray.train.RunConfig:
     )
 
 
-def _require_one_window(config: JobConfig, token_bytes: int) -> None:
-    """Refuse a byte budget that the largest possible window exceeds: it would never start."""
-    slots = config.train.workers * config.train.accumulation
-    window = slots * config.stream.tokens_per_pack * token_bytes
-    if window > config.stream.max_bytes_in_flight:
+def check(config: JobConfig) -> None:
+    """Raise ValueError when the samples cannot be laid out as configured; needs neither Ray nor engines."""
+    _check_layout(config, *split_samples(config))
+
+
+def _check_layout(config: JobConfig, train: list[Sample], held_out: list[Sample]) -> int:
+    """Bytes of one token's hidden states, once it is clear that every window fits the byte budget."""
+    facts = read_facts(config.target.path)
+    boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
+    itemsize = 2 if config.stream.dtype == "bfloat16" else 4
+    token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), itemsize)
+    nothing = Ledger(config.train.epochs, len(train)).trained
+    windows = plan_run(train, held_out, plan_shape(config), nothing, 0)
+    largest = max(window.tokens for window in windows) * token_bytes
+    if largest > config.stream.max_bytes_in_flight:
         raise ValueError(
             f"stream.max_bytes_in_flight={config.stream.max_bytes_in_flight} is less than one optimiser "
-            f"window: {slots} packs x {config.stream.tokens_per_pack} tokens x {token_bytes} bytes = "
-            f"{window}; raise it, or lower stream.tokens_per_pack or train.accumulation"
+            f"window: {config.train.workers} workers x {config.train.accumulation} packs of up to "
+            f"{config.stream.tokens_per_pack} tokens x {token_bytes} bytes = {largest} bytes; raise it, "
+            "or lower stream.tokens_per_pack or train.accumulation"
         )
+    return token_bytes
 
 
 def split_samples(config: JobConfig) -> tuple[list[Sample], list[Sample]]:

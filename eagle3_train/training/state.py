@@ -26,6 +26,18 @@ from eagle3_train.training.optim import AdamW
 from eagle3_train.training.shard import shard
 
 
+def plan_shape(config: JobConfig) -> PlanShape:
+    """What the layout of this job's stream depends on, beside the samples and the ledger."""
+    return PlanShape(
+        ranks=config.train.workers,
+        accumulation=config.train.accumulation,
+        tokens_per_pack=config.stream.tokens_per_pack,
+        epochs=config.train.epochs,
+        seed=config.train.seed,
+        eval_every=config.train.eval_every,
+    )
+
+
 @dataclass(slots=True)
 class TrainState:
     """One rank: model, optimiser, position in the data. step counts optimiser steps made."""
@@ -93,15 +105,7 @@ class TrainState:
 
     def plan(self) -> list[Window]:
         """Windows still to do; sets the length of the learning-rate schedule."""
-        train = self.config.train
-        shape = PlanShape(
-            ranks=self.ranks,
-            accumulation=train.accumulation,
-            tokens_per_pack=self.config.stream.tokens_per_pack,
-            epochs=train.epochs,
-            seed=train.seed,
-            eval_every=train.eval_every,
-        )
+        shape = plan_shape(self.config)
         windows = plan_run(self.train, self.held_out, shape, self.ledger.trained, self.step)
         self.total_steps = max((w.step for w in windows), default=self.step)
         return windows
