@@ -143,17 +143,54 @@ def _query_range(
 
 
 @triton.jit
+def _diagonal_gradient(
+    query, store, offsets, out, lse, d_out, delta, d_query, d_store, context, scale, softmax_scale, steps,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """One row and key head: delta = rowsum(out * d_out), the diagonal's share of dQ, and its dK and dV."""
+    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    stride = KV_HEADS * (DIM + VALUE_DIM)
+    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    head = kv_head * GROUP + tl.arange(0, GROUP)
+    q_at = (row * (HEADS * DIM) + head * DIM)[:, None] + d[None]
+    out_at = (row * (HEADS * VALUE_DIM) + head * VALUE_DIM)[:, None] + dv[None]
+    q = tl.load(query + q_at, mask=(d < DIM)[None], other=0.0).to(tl.float32)
+    do = tl.load(d_out + out_at, mask=(dv < VALUE_DIM)[None], other=0.0).to(tl.float32)
+    o = tl.load(out + out_at, mask=(dv < VALUE_DIM)[None], other=0.0).to(tl.float32)
+    norm = tl.load(lse + row * HEADS + head)
+    shift = tl.sum(o * do, 1)
+    tl.store(delta + row * HEADS + head, shift)
+    d_q = tl.zeros((GROUP, BLOCK_D), tl.float32)
+    for step in range(1, steps + 1):
+        at = (context + tl.load(offsets + step) - tl.load(offsets + 1) + row) * stride
+        key_at, value_at = at + kv_head * DIM + d, at + KV_HEADS * DIM + kv_head * VALUE_DIM + dv
+        k = tl.load(store + key_at, mask=d < DIM, other=0.0).to(tl.float32)
+        v = tl.load(store + value_at, mask=dv < VALUE_DIM, other=0.0).to(tl.float32)
+        p = tl.exp2(tl.sum(q * k[None], 1) * scale - norm)
+        ds = p * (tl.sum(do * v[None], 1) - shift) * softmax_scale
+        d_q += ds[:, None] * k[None]
+        d_k = tl.load(d_store + key_at, mask=d < DIM, other=0.0) + tl.sum(ds[:, None] * q, 0)
+        d_v = tl.load(d_store + value_at, mask=dv < VALUE_DIM, other=0.0) + tl.sum(
+            p[:, None] * do, 0
+        )
+        tl.store(d_store + key_at, d_k, mask=d < DIM)
+        tl.store(d_store + value_at, d_v, mask=dv < VALUE_DIM)
+    tl.store(d_query + q_at, d_q, mask=(d < DIM)[None])
+
+
+@triton.jit
 def _query_gradient(
-    query, store, order, begin, end, offsets, out, lse, d_out, delta, d_query, d_store, count, context,
-    scale, softmax_scale, steps,
+    query, store, order, begin, end, lse, d_out, delta, d_query, count, scale, softmax_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """dQ, and the diagonal's dK and dV; also leaves delta = rowsum(out * d_out) for the other kernel."""
+    """Adds the step-0 keys' share of dQ to the diagonal's."""
     kv_head = tl.program_id(1)
     KV_HEADS: tl.constexpr = HEADS // GROUP
     stride = KV_HEADS * (DIM + VALUE_DIM)
-    key_at, value_at = kv_head * DIM, KV_HEADS * DIM + kv_head * VALUE_DIM
+    keys, values = store + kv_head * DIM, store + KV_HEADS * DIM + kv_head * VALUE_DIM
     row, member, live, row_begin, row_end, lo, hi, full_lo, full_hi = _tile(
         order, begin, end, count, ROWS, GROUP
     )
@@ -162,58 +199,26 @@ def _query_gradient(
     q_at = (row * (HEADS * DIM) + head * DIM)[:, None] + d[None]
     q_mask = live[:, None] & (d < DIM)[None]
     out_at = (row * (HEADS * VALUE_DIM) + head * VALUE_DIM)[:, None] + dv[None]
-    out_mask = live[:, None] & (dv < VALUE_DIM)[None]
     q = tl.load(query + q_at, mask=q_mask, other=0.0)
-    do = tl.load(d_out + out_at, mask=out_mask, other=0.0)
-    o = tl.load(out + out_at, mask=out_mask, other=0.0)
-    shift = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    do = tl.load(d_out + out_at, mask=live[:, None] & (dv < VALUE_DIM)[None], other=0.0)
+    shift = tl.load(delta + row * HEADS + head, mask=live, other=0.0)
     norm = tl.load(lse + row * HEADS + head, mask=live, other=0.0)
-    tl.store(delta + row * HEADS + head, shift, mask=live)
     d_q = tl.zeros((ROWS * GROUP, BLOCK_D), tl.float32)
     a, b = _split(lo, hi, full_lo, full_hi, KEYS)
     d_q = _query_range(
-        d_q, q, do, norm, shift, store + key_at, store + value_at, stride, lo, a, row_begin, row_end, scale,
+        d_q, q, do, norm, shift, keys, values, stride, lo, a, row_begin, row_end, scale,
         DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, True,
     )  # fmt: skip
     d_q = _query_range(
-        d_q, q, do, norm, shift, store + key_at, store + value_at, stride, a, b, row_begin, row_end, scale,
+        d_q, q, do, norm, shift, keys, values, stride, a, b, row_begin, row_end, scale,
         DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, False,
     )  # fmt: skip
     d_q = _query_range(
-        d_q, q, do, norm, shift, store + key_at, store + value_at, stride, b, hi, row_begin, row_end, scale,
+        d_q, q, do, norm, shift, keys, values, stride, b, hi, row_begin, row_end, scale,
         DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, True,
     )  # fmt: skip
-    own = tl.arange(0, ROWS)
-    own_live = tl.program_id(0) * ROWS + own < count
-    own_row = tl.load(order + tl.program_id(0) * ROWS + own, mask=own_live, other=0).to(tl.int64)
-    for step in range(1, steps + 1):
-        base = context + tl.load(offsets + step) - tl.load(offsets + 1)
-        at = ((base + row) * stride)[:, None]
-        k = tl.load(store + key_at + at + d[None], mask=q_mask, other=0.0).to(tl.float32)
-        v = tl.load(store + value_at + at + dv[None], mask=out_mask, other=0.0).to(tl.float32)
-        p = tl.exp2(tl.sum(q.to(tl.float32) * k, 1) * scale - norm)
-        ds = p * (tl.sum(do.to(tl.float32) * v, 1) - shift)
-        d_q += ds[:, None] * k
-        d_k = tl.reshape((ds * softmax_scale)[:, None] * q.to(tl.float32), (ROWS, GROUP, BLOCK_D))
-        d_v = tl.reshape(p[:, None] * do.to(tl.float32), (ROWS, GROUP, BLOCK_V))
-        own_at = ((base + own_row) * stride)[:, None]
-        own_keys, own_values = (
-            d_store + key_at + own_at + d[None],
-            d_store + value_at + own_at + dv[None],
-        )
-        key_mask, value_mask = (
-            own_live[:, None] & (d < DIM)[None],
-            own_live[:, None] & (dv < VALUE_DIM)[None],
-        )
-        tl.store(
-            own_keys, tl.load(own_keys, mask=key_mask, other=0.0) + tl.sum(d_k, 1), mask=key_mask
-        )
-        tl.store(
-            own_values,
-            tl.load(own_values, mask=value_mask, other=0.0) + tl.sum(d_v, 1),
-            mask=value_mask,
-        )
-    tl.store(d_query + q_at, d_q * softmax_scale, mask=q_mask)
+    diagonal = tl.load(d_query + q_at, mask=q_mask, other=0.0).to(tl.float32)
+    tl.store(d_query + q_at, d_q * softmax_scale + diagonal, mask=q_mask)
 
 
 @triton.jit
@@ -295,22 +300,39 @@ def _key_gradient(
         tl.store(own_values, d_v + tl.load(own_values, mask=value_mask, other=0.0), mask=value_mask)
 
 
-def _shape(heads: int, kv_heads: int, dim: int, value_dim: int, lines: int) -> dict[str, int]:
-    """Constants of a tile of `lines` (rows times group) query lines."""
+TILES = {
+    "forward": (128, 128, 8, 2),
+    "query": (128, 64, 8, 2),
+    "key": (64, 128, 8, 2),
+    "forward-wide": (128, 64, 8, 2),
+    "query-wide": (64, 64, 8, 2),
+    "key-wide": (64, 64, 8, 2),
+}
+"""(query lines, keys, warps, stages) of each kernel's tile; wide: heads of more than 128."""
+
+
+def _shape(heads: int, kv_heads: int, dim: int, value_dim: int) -> dict[str, int]:
+    """Constants of the heads."""
     group = heads // kv_heads
     if group & (group - 1):
         raise ValueError(
             f"{heads} query heads over {kv_heads} key heads: the CUDA kernels need a ratio that is a power of two."
         )
-    return {
-        "HEADS": heads,
-        "GROUP": group,
-        "DIM": dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
-        "ROWS": max(1, lines // group),
-    }
+    blocks = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
+    return dict(
+        zip(
+            ("HEADS", "GROUP", "DIM", "VALUE_DIM", "BLOCK_D", "BLOCK_V"),
+            (heads, group, dim, value_dim, *blocks),
+            strict=True,
+        )
+    )
+
+
+def _tile_of(kernel: str, shape: dict[str, int]) -> dict[str, int]:
+    """Tile constants and launch options of one kernel."""
+    lines, keys, warps, stages = TILES[kernel if shape["BLOCK_D"] <= 128 else f"{kernel}-wide"]
+    rows = max(1, lines // shape["GROUP"])
+    return {"ROWS": rows, "KEYS": keys, "num_warps": warps, "num_stages": stages}
 
 
 def forward(
@@ -330,13 +352,24 @@ def forward(
     query [rows, heads, dim]; store [all keys, kv_heads * (dim + value_dim)], `context` step-0 rows first; order is
     (rows by position, first visible key, last + 1); offsets are the flat offsets of the steps.
     """
-    rows, value_dim = len(query), out.shape[1] // heads[0]
-    shape = _shape(*heads, query.shape[2], value_dim, 128)
+    rows = len(query)
+    shape = _shape(*heads, query.shape[2], out.shape[1] // heads[0])
+    tile = _tile_of("forward", shape)
     if rows:
-        _forward[(triton.cdiv(rows, shape["ROWS"]), heads[1])](
-            query, store, *order, offsets, out, lse, rows, context, scale * LOG2E, step,
-            **shape, KEYS=64 if shape["BLOCK_D"] > 128 else 128, num_warps=8, num_stages=2,
-        )  # fmt: skip
+        _forward[(triton.cdiv(rows, tile["ROWS"]), heads[1])](
+            query,
+            store,
+            *order,
+            offsets,
+            out,
+            lse,
+            rows,
+            context,
+            scale * LOG2E,
+            step,
+            **shape,
+            **tile,
+        )
 
 
 def backward(
@@ -356,19 +389,22 @@ def backward(
     rows, value_dim = len(query), out.shape[1] // heads[0]
     if not rows:
         return
-    wide = triton.next_power_of_2(query.shape[2]) > 128
     delta = torch.empty_like(lse)
-    shape = _shape(*heads, query.shape[2], value_dim, 64 if wide else 128)
-    _query_gradient[(triton.cdiv(rows, shape["ROWS"]), heads[1])](
-        query, store, *order, offsets, out, lse, d_out, delta, d_query, d_store, rows, context,
-        scale * LOG2E, scale, step, **shape, KEYS=64, num_warps=8, num_stages=2,
+    shape = _shape(*heads, query.shape[2], value_dim)
+    _diagonal_gradient[(rows, heads[1])](
+        query, store, offsets, out, lse, d_out, delta, d_query, d_store, context,
+        scale * LOG2E, scale, step, **shape, num_warps=4 if shape["GROUP"] > 1 else 1,
     )  # fmt: skip
-    keys = 64 if wide else 128
-    tiles = triton.cdiv(context, keys)
-    shape = _shape(*heads, query.shape[2], value_dim, 64)
+    tile = _tile_of("query", shape)
+    _query_gradient[(triton.cdiv(rows, tile["ROWS"]), heads[1])](
+        query, store, *order, lse, d_out, delta, d_query, rows, scale * LOG2E, scale, **shape, **tile,
+    )  # fmt: skip
+    tile = _tile_of("key", shape)
+    tiles = triton.cdiv(context, tile["KEYS"])
+    ranges = query_ranges(order[1], order[2], context, tile["KEYS"])
     _key_gradient[(tiles, heads[1])](
-        query, store, *order, query_ranges(order[1], order[2], context, keys), lse, d_out, delta, d_store,
-        context, tiles, scale * LOG2E, scale, **shape, KEYS=keys, num_warps=8, num_stages=2,
+        query, store, *order, ranges, lse, d_out, delta, d_store, context, tiles,
+        scale * LOG2E, scale, **shape, **tile,
     )  # fmt: skip
 
 

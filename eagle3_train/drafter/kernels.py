@@ -191,3 +191,47 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
             INTERLEAVED=interleaved, num_warps=4,
         )  # fmt: skip
     return x
+
+
+@triton.jit
+def _add_rows(total, index, rows, width, HAS_INDEX: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = cols < width
+    to = tl.load(index + row).to(tl.int64) if HAS_INDEX else row
+    at = total + to * width + cols
+    value = tl.load(rows + row * width + cols, mask=inside, other=0.0).to(tl.float32)
+    tl.store(at, tl.load(at, mask=inside, other=0.0) + value, mask=inside)
+
+
+def add_rows_(total: Tensor, index: Tensor | None, rows: Tensor) -> Tensor:
+    """total[index] += rows, fp32 += bf16; no index repeats. None: all rows in order."""
+    count, width = rows.shape
+    rows = rows.contiguous()
+    if count:
+        block = min(4096, triton.next_power_of_2(width))
+        _add_rows[(count, triton.cdiv(width, block))](
+            total, rows if index is None else index, rows, width,
+            HAS_INDEX=index is not None, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def _scale(values, scale, total, BLOCK: tl.constexpr):
+    factor = tl.load(scale)
+    if factor != 1.0:
+        at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        inside = at < total
+        value = tl.load(values + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(values + at, value * factor, mask=inside)
+
+
+def scale_(values: Tensor, scale: Tensor) -> Tensor:
+    """values *= scale (an fp32 scalar on the device), in fp32 inside; free when the scale is 1."""
+    assert values.is_contiguous()
+    if values.numel():
+        _scale[(triton.cdiv(values.numel(), 8192),)](
+            values, scale, values.numel(), BLOCK=8192, num_warps=8
+        )
+    return values

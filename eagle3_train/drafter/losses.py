@@ -82,12 +82,17 @@ def chunk_rows(like: Tensor, vocab: int) -> int:
 
 
 def row_weights(
-    rows: RowPlan, decay: float, keep: Bool[Tensor, " slots"] | None, dtype: torch.dtype
+    rows: RowPlan,
+    decay: float,
+    normaliser: float | Tensor,
+    keep: Bool[Tensor, " slots"] | None,
+    dtype: torch.dtype,
 ) -> Float[Tensor, " flat"]:
-    """decay**k of every flat row, times the plan's own weights, zero where `keep` is false."""
+    """decay**k / normaliser of every flat row, times the plan's own weights, zero where `keep` is false."""
     out = torch.empty(len(rows.slots), dtype=dtype, device=rows.slots.device)
     for k in range(rows.steps):
         rows.at(out, k).fill_(decay**k)
+    out /= normaliser
     if rows.weights is not None:
         out *= rows.weights
     return out if keep is None else out * keep.index_select(0, rows.slots)
@@ -134,7 +139,13 @@ class _DraftHead(Function):
     def backward(ctx: Any, d_loss: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         d_hidden, d_weight = ctx.d_hidden, ctx.d_weight
         ctx.d_hidden = ctx.d_weight = None
-        return d_weight.mul_(d_loss), None, *d_hidden.mul_(d_loss).split(ctx.sizes)
+        if d_hidden.is_cuda:
+            from eagle3_train.drafter import kernels
+
+            d_weight, d_hidden = kernels.scale_(d_weight, d_loss), kernels.scale_(d_hidden, d_loss)
+        else:
+            d_weight, d_hidden = d_weight.mul_(d_loss), d_hidden.mul_(d_loss)
+        return d_weight, None, *d_hidden.split(ctx.sizes)
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:

@@ -29,14 +29,15 @@ class Stack:
         if self._rows is None:
             make = self._like.new_zeros if self._zero else self._like.new_empty
             self._rows = make(sum(self._counts), self._width)
-            # detach: plain aliases, not autograd views, which writing another step would invalidate
-            self._views = tuple(view.detach() for view in self._rows.split(self._counts))
+            self._views = self._rows.split(self._counts)
         return self._rows
 
     def step(self, k: int) -> Float[Tensor, "rows width"]:
         """The rows of step k, to be written."""
         self.whole()
-        return self._views[k]
+        # A new plain alias each time: a kept one would get a grad_fn when a function returns it (a leak), and an
+        # autograd view would be invalidated by writing another step.
+        return self._views[k].detach()
 
 
 Place = tuple[Stack, int]
@@ -151,6 +152,10 @@ class StepGather:
         """Add one step's gradient to the running total."""
         if self.total is None:
             self.total = torch.zeros_like(like, dtype=wide(like.dtype))
+        if dy.is_cuda:
+            from eagle3_train.drafter import kernels
+
+            return kernels.add_rows_(self.total, index, dy)
         dy = dy.to(self.total.dtype)
         return self.total.add_(dy) if index is None else self.total.index_add_(0, index, dy)
 

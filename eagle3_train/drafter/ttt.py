@@ -200,7 +200,7 @@ def training_step(
         keep = None
         if options.in_vocab_only and target.t2d is not None and answers is not None:
             keep = target.t2d.index_select(0, answers)
-        weights = losses.row_weights(rows, options.decay, keep, wide(states.dtype))
+        weights = losses.row_weights(rows, options.decay, normaliser, keep, wide(states.dtype))
     loss, drafts = losses.draft_loss(
         outputs, drafter.lm_head.weight, supervision, rows, weights, options.kind, metrics
     )
@@ -208,7 +208,7 @@ def training_step(
     if drafts is not None and answers is not None:
         proposed = target.draft_ids.index_select(0, drafts)
         found = hits(rows, proposed == answers.index_select(0, rows.slots))
-    return StepOutput(loss / normaliser, found)
+    return StepOutput(loss, found)
 
 
 @torch.no_grad()

@@ -164,6 +164,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         from eagle3_train.training import optim_kernels
 
+        torch._foreach_add_([s["step"] for s in states], 1 - skip)
         for parameter, state in zip(parameters, states, strict=True):
             assert parameter.grad is not None
             optim_kernels.adamw_(

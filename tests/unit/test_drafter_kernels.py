@@ -11,7 +11,8 @@ from eagle3_train.drafter.rows import plan_rows
 from tests.unit.drafter_cases import MASKS, llama_spec, mla_spec
 
 pytestmark = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 before Triton is imported"
+    os.environ.get("TRITON_INTERPRET") != "1",
+    reason="needs TRITON_INTERPRET=1 before Triton is imported",
 )
 
 
@@ -31,11 +32,17 @@ def _few_programs(monkeypatch):
 def test_norm_fork_and_its_gradient(rows_a, two):
     from eagle3_train.drafter import kernels
 
-    x, w_a, w_b = normal(21, 40), 1 + normal(40, seed=1, scale=0.1), 1 + normal(40, seed=2, scale=0.1)
+    x, w_a, w_b = (
+        normal(21, 40),
+        1 + normal(40, seed=1, scale=0.1),
+        1 + normal(40, seed=2, scale=0.1),
+    )
     for t in (x, w_a, w_b):
         t.requires_grad_()
     outs = layers._NormFork.apply(x, w_a, w_b if two else None, 1e-5, rows_a, None, None, None)
-    a, b, rstd = kernels.norm_fork(x.detach(), w_a.detach(), w_b.detach() if two else None, 1e-5, rows_a, None, None)
+    a, b, rstd = kernels.norm_fork(
+        x.detach(), w_a.detach(), w_b.detach() if two else None, 1e-5, rows_a, None, None
+    )
     torch.testing.assert_close(a, outs[1].detach())
     grads = [normal(*o.shape, seed=5 + i) for i, o in enumerate(outs) if o is not None]
     torch.autograd.backward([o for o in outs if o is not None], grads)
@@ -53,7 +60,11 @@ def test_norm_fork_and_its_gradient(rows_a, two):
 def test_swiglu_and_its_gradient():
     from eagle3_train.drafter import kernels
 
-    gate, up, d = normal(5, 33).requires_grad_(), normal(5, 33, seed=1).requires_grad_(), normal(5, 33, seed=2)
+    gate, up, d = (
+        normal(5, 33).requires_grad_(),
+        normal(5, 33, seed=1).requires_grad_(),
+        normal(5, 33, seed=2),
+    )
     out = torch.nn.functional.silu(gate) * up
     out.backward(d)
     torch.testing.assert_close(kernels.swiglu(gate.detach(), up.detach()), out.detach())
@@ -86,18 +97,42 @@ def test_every_loss_and_gradient(kind, vocab):
     from eagle3_train.drafter import loss_kernels
 
     logits, table = normal(6, vocab, scale=2.0), normal(4, vocab, seed=1, scale=2.0)
-    slots, weights = torch.tensor([3, 0, 1, 1, 2, 0], dtype=torch.int32), torch.tensor([1, 0.5, 0, 2, 1, 1.0])
+    slots, weights = (
+        torch.tensor([3, 0, 1, 1, 2, 0], dtype=torch.int32),
+        torch.tensor([1, 0.5, 0, 2, 1, 1.0]),
+    )
     lse = loss_kernels.logsumexp(table)
     torch.testing.assert_close(lse, table.logsumexp(-1))
     expected, teacher = logits.clone(), losses.Teacher(table, lse)
     value = losses.loss_and_gradient_(expected, teacher, slots, weights, kind)
-    got = loss_kernels.loss_and_gradient_(logits, table, lse, slots, weights, kind, losses.LK_LAMBDA_RATE)
+    got = loss_kernels.loss_and_gradient_(
+        logits, table, lse, slots, weights, kind, losses.LK_LAMBDA_RATE
+    )
     torch.testing.assert_close(got.sum(), value, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-6)
 
 
+def test_rows_are_added_and_scaled_in_place():
+    from eagle3_train.drafter import kernels
+
+    total, rows, index = (
+        normal(9, 40),
+        normal(5, 40, seed=1),
+        torch.tensor([8, 0, 3, 4, 7], dtype=torch.int32),
+    )
+    expected = total.index_add(0, index, rows)
+    torch.testing.assert_close(kernels.add_rows_(total, index, rows), expected)
+    torch.testing.assert_close(kernels.add_rows_(total[:5], None, rows), expected[:5] + rows)
+    torch.testing.assert_close(kernels.scale_(rows.clone(), torch.tensor(3.0)), rows * 3)
+    assert torch.equal(kernels.scale_(rows.clone(), torch.tensor(1.0)), rows)
+
+
 def attention_case(spec, masks, steps):
-    rows = plan_rows([torch.zeros(len(m)).numpy() for m in masks], [torch.tensor(m).bool().numpy() for m in masks], steps)
+    rows = plan_rows(
+        [torch.zeros(len(m)).numpy() for m in masks],
+        [torch.tensor(m).bool().numpy() for m in masks],
+        steps,
+    )
     counts = rows.counts[: rows.steps]
     keys = [len(rows.context), *counts[1:]]
     tables = rope.rope_tables(spec, rows.max_position, torch.device("cpu"))
@@ -110,7 +145,11 @@ def attention_case(spec, masks, steps):
     ("spec", "masks", "steps"),
     [
         (llama_spec(head_dim=16), MASKS, 4),
-        (llama_spec(head_dim=16, num_kv_heads=4), [[0] * 90 + [1] * 200, [0] * 20 + [1] * 70, [1] * 300], 3),
+        (
+            llama_spec(head_dim=16, num_kv_heads=4),
+            [[0] * 90 + [1] * 200, [0] * 20 + [1] * 70, [1] * 300],
+            3,
+        ),
         (llama_spec(head_dim=24, num_heads=8), [[0] * 5 + [1] * 150 + [0] * 30 + [1] * 120] * 2, 3),
         (mla_spec(), [[0] * 90 + [1] * 100, [0] * 20 + [1] * 170], 3),
     ],
@@ -132,19 +171,28 @@ def test_attention_and_its_gradients(spec, masks, steps):
         layout = attention._layout(kernel_state, query_rows, k)
         attention_kernels.forward(query, *layout, kernel_state.output.step(k), got_lse)
         torch.testing.assert_close(got_lse * 0.6931471805599453, lse, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(kernel_state.output.step(k), state.output.step(k), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            kernel_state.output.step(k), state.output.step(k), rtol=1e-4, atol=1e-4
+        )
         saved.append((query, lse, got_lse, query_rows))
     for k in reversed(range(rows.steps)):
         query, lse, got_lse, query_rows = saved[k]
         d_out = normal(*state.output.step(k).shape, seed=200 + k)
         d_query, got = torch.empty(2, *query.shape)
-        attention._backward((query, state.output.step(k), lse, d_out), state, query_rows, k, d_query)
+        attention._backward(
+            (query, state.output.step(k), lse, d_out), state, query_rows, k, d_query
+        )
         layout = attention._layout(kernel_state, query_rows, k)
         attention_kernels.backward(
-            (query, kernel_state.output.step(k), got_lse, d_out), *layout, got, kernel_state.grads.whole()
+            (query, kernel_state.output.step(k), got_lse, d_out),
+            *layout,
+            got,
+            kernel_state.grads.whole(),
         )
         torch.testing.assert_close(got, d_query, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(kernel_state.grads.whole(), state.grads.whole(), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        kernel_state.grads.whole(), state.grads.whole(), rtol=1e-3, atol=1e-4
+    )
 
 
 def test_adamw_on_bf16_parameters():

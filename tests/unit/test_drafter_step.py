@@ -1,5 +1,6 @@
 """The fast training step equals its float64 statement, in loss and in every gradient."""
 
+import gc
 from dataclasses import replace
 from typing import get_args
 
@@ -220,3 +221,22 @@ def test_row_weights_scale_the_loss_row_by_row():
     )
     plain = drafter(batch, target, LossOptions(), 1.0).loss.item()
     assert drafter(doubled, target, LossOptions(), 1.0).loss.item() == pytest.approx(2 * plain)
+
+
+def test_a_step_leaves_no_tensor_behind():
+    spec = llama_spec()
+    drafter, target = make_drafter(spec), make_target(spec)
+    batch = pack(documents_of(spec), STEPS)
+
+    def living() -> int:
+        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+    gc.collect()
+    gc.disable()  # reference cycles would hold device memory until a collection
+    try:
+        drafter(batch, target, LossOptions(), 1.0, metrics=True).loss.backward()
+        before = living()
+        drafter(batch, target, LossOptions(), 1.0, metrics=True).loss.backward()
+        assert living() == before
+    finally:
+        gc.enable()
