@@ -59,6 +59,16 @@ class RunDir:
         return self.root / "rollout" / "samples"
 
     @property
+    def synthesised(self) -> Path:
+        """User turns the target wrote, one JSON string per line."""
+        return self.root / "rollout" / "synthesised.jsonl"
+
+    @property
+    def rollout_state(self) -> Path:
+        """Settings of the answers, counts, whether all prompts were asked."""
+        return self.root / "rollout" / "state.json"
+
+    @property
     def train_storage(self) -> Path:
         """Ray Train's storage: checkpoints and controller snapshot."""
         return self.root / "train"

@@ -1,0 +1,128 @@
+"""Conversations being answered: what is asked next, and what the samples and masks become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from eagle3_train.corpus.account import Unusable
+from eagle3_train.corpus.conversation import Conversation
+from eagle3_train.corpus.render import Renderer
+from eagle3_train.records import Generation, Prompt
+from eagle3_train.stages.rollout_dialogue import Dialogue
+from eagle3_train.stages.rollout_synthesis import unlike_a_prompt, user_header
+from tests import tiny
+
+# Keeps nothing but the first word of earlier answers, as templates do that drop earlier thinking.
+REWRITES_HISTORY = tiny.TEMPLATE.replace(
+    "{{ m['content'] }}{{ eos_token }}",
+    "{{ m['content'] if loop.last else m['content'].split()[0] }}{{ eos_token }}",
+)
+MAX_LEN = 200
+
+
+def renderer(directory: Path, template: str = tiny.TEMPLATE) -> Renderer:
+    tiny.write_tokenizer(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    tokenizer.chat_template = template
+    return Renderer(tokenizer, frozenset({tiny.EOS}))
+
+
+def dialogue(render: Renderer, *turns: str) -> Dialogue:
+    said = Conversation([{"role": "user", "content": turns[0]}], followups=turns[1:])
+    ids = np.array(render.prompt_ids(said.messages), dtype=np.int32)
+    return Dialogue.start(Prompt("p", "chat", ids, said.to_json()))
+
+
+def answer(asked: Dialogue, render: Renderer, text: str, finish_reason: str = "stop") -> Generation:
+    ids = render.tokenizer.encode(text, add_special_tokens=False)
+    ids += [tiny.EOS] if finish_reason == "stop" else []
+    prompt_ids = tuple(asked.asked.input_ids.tolist())
+    return Generation("p", prompt_ids, tuple(ids), finish_reason, text)
+
+
+def supervised_text(render: Renderer, asked: Dialogue, sample: int) -> str:
+    taken = asked.samples[sample]
+    return str(render.tokenizer.decode(taken.input_ids[taken.loss_mask]))
+
+
+def test_one_turn_gives_one_sample_supervised_where_the_target_wrote(tmp_path: Path) -> None:
+    render = renderer(tmp_path)
+    asked = dialogue(render, "hi there")
+    assert not asked.take(answer(asked, render, "well met"), render, MAX_LEN)
+    assert [s.id for s in asked.samples] == ["p"]
+    assert supervised_text(render, asked, 0) == "well met<|eos|>"
+
+
+def test_turns_of_an_appending_template_share_a_sample_with_every_answer_supervised(
+    tmp_path: Path,
+) -> None:
+    render = renderer(tmp_path)
+    asked = dialogue(render, "one", "two", "three")
+    assert asked.take(answer(asked, render, "first answer"), render, MAX_LEN)
+    assert asked.take(answer(asked, render, "second answer"), render, MAX_LEN)
+    assert not asked.take(answer(asked, render, "third answer"), render, MAX_LEN)
+    assert [s.id for s in asked.samples] == ["p"]
+    whole = str(render.tokenizer.decode(asked.samples[0].input_ids))
+    assert whole.count("<|user|>") == 3
+    expected = "first answer<|eos|>second answer<|eos|>third answer<|eos|>"
+    assert supervised_text(render, asked, 0) == expected
+
+
+def test_a_template_that_rewrites_history_gives_a_sample_per_answer(tmp_path: Path) -> None:
+    render = renderer(tmp_path, REWRITES_HISTORY)
+    asked = dialogue(render, "one", "two")
+    assert asked.take(answer(asked, render, "first answer"), render, MAX_LEN)
+    assert not asked.take(answer(asked, render, "second answer"), render, MAX_LEN)
+    assert [s.id for s in asked.samples] == ["p", "p-t1"]
+    assert supervised_text(render, asked, 0) == "first answer<|eos|>"
+    assert supervised_text(render, asked, 1) == "second answer<|eos|>"
+    assert "first<|eos|>" in render.tokenizer.decode(asked.samples[1].input_ids)
+
+
+@pytest.mark.parametrize("finish_reason", ["length"])
+def test_an_answer_that_was_cut_ends_the_conversation(tmp_path: Path, finish_reason: str) -> None:
+    render = renderer(tmp_path)
+    asked = dialogue(render, "one", "two")
+    assert not asked.take(answer(asked, render, "endless", finish_reason), render, MAX_LEN)
+    assert [s.finish_reason for s in asked.samples] == ["length"]
+
+
+def test_a_turn_without_room_is_not_asked(tmp_path: Path) -> None:
+    render = renderer(tmp_path)
+    asked = dialogue(render, "one", "x" * MAX_LEN)
+    assert not asked.take(answer(asked, render, "fine"), render, MAX_LEN)
+    assert len(asked.samples) == 1
+
+
+def test_an_empty_answer_is_of_no_use(tmp_path: Path) -> None:
+    render = renderer(tmp_path)
+    asked = dialogue(render, "one")
+    with pytest.raises(Unusable, match="nothing_supervised"):
+        asked.take(answer(asked, render, ""), render, MAX_LEN)
+    assert asked.samples == []
+
+
+def test_the_user_header_is_what_comes_before_a_first_user_turn(tmp_path: Path) -> None:
+    assert user_header(renderer(tmp_path)) == [tiny.BOS, tiny.USER]
+
+
+@pytest.mark.parametrize(
+    ("text", "ids", "finish_reason", "problem"),
+    [
+        ("Why is the sky blue?", (9, 1), "stop", None),
+        ("Why is the sky", (9, 9), "length", "unfinished"),
+        ("Why?", (9, 1), "stop", "too_short"),
+        ("1 2 3 4 5", (9, 1), "stop", "no_words"),
+        ("tell me what <|user|>", (9, tiny.USER, 1), "stop", "markup"),
+        ("so so so so so so so so", (9, 1), "stop", "repeats_itself"),
+    ],
+)
+def test_only_what_reads_like_a_prompt_is_kept(
+    text: str, ids: tuple[int, ...], finish_reason: str, problem: str | None
+) -> None:
+    generation = Generation("s", (), ids, finish_reason, text)
+    assert unlike_a_prompt(generation, frozenset({tiny.EOS, tiny.USER})) == problem
