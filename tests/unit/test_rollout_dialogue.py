@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from eagle3_train.config import RolloutConfig
 from eagle3_train.corpus.account import Unusable
 from eagle3_train.corpus.conversation import Conversation
 from eagle3_train.corpus.render import Renderer
+from eagle3_train.engines.spec import Request
 from eagle3_train.records import Generation, Prompt
 from eagle3_train.stages.rollout_dialogue import Dialogue
-from eagle3_train.stages.rollout_synthesis import unlike_a_prompt, user_header
+from eagle3_train.stages.rollout_synthesis import synthesise, unlike_a_prompt, user_header
 from tests import tiny
 
 # Keeps nothing but the first word of earlier answers, as templates do that drop earlier thinking.
@@ -126,3 +129,30 @@ def test_only_what_reads_like_a_prompt_is_kept(
 ) -> None:
     generation = Generation("s", (), ids, finish_reason, text)
     assert unlike_a_prompt(generation, frozenset({tiny.EOS, tiny.USER})) == problem
+
+
+def test_synthesised_prompts_are_distinct_asked_for_until_enough_and_made_once(
+    tmp_path: Path,
+) -> None:
+    render = renderer(tmp_path)
+    asked: list[Request] = []
+
+    def ask(requests: Sequence[Request]) -> list[Generation]:
+        asked.extend(requests)
+        return [
+            Generation(r.id, r.prompt_ids, (9, tiny.EOS), "stop", f"What is item {i // 2} of it?")
+            for i, r in enumerate(requests, start=len(asked) - len(requests))
+        ]
+
+    settings = RolloutConfig(self_synthesised=10)
+    path = tmp_path / "synthesised.jsonl"
+    prompts = synthesise(settings, render, MAX_LEN, ask, path)
+    assert len({p.id for p in prompts}) == 10
+    assert 20 <= len(asked) <= 40  # every second text repeats the one before it
+    assert len({r.id for r in asked}) == len(asked)
+    assert all(r.temperature == 1.0 and r.prompt_ids == (tiny.BOS, tiny.USER) for r in asked)
+    before = len(asked)
+    assert [p.id for p in synthesise(settings, render, MAX_LEN, ask, path)] == [
+        p.id for p in prompts
+    ]
+    assert len(asked) == before
