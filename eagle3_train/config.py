@@ -400,9 +400,25 @@ def load_config(files: list[Path], overrides: list[str] | None = None) -> JobCon
     for override in overrides or []:
         _apply(merged, override)
     try:
-        return JobConfig.model_validate(merged)
+        return _anchored(JobConfig.model_validate(merged))
     except ValidationError as error:
         raise ConfigError(_explain(error, files)) from error
+
+
+def _anchored(config: JobConfig) -> JobConfig:
+    """Relative directories made absolute: Ray's workers run in directories of their own. Hub ids stay."""
+
+    def absolute(text: str | None) -> str | None:
+        return str(Path(text).resolve()) if text and Path(text).exists() else text
+
+    target = config.target
+    moved = {"path": absolute(target.path), "tokenizer": absolute(target.tokenizer)}
+    return config.model_copy(
+        update={
+            "runs_dir": config.runs_dir.resolve(),
+            "target": target.model_copy(update=moved),
+        }
+    )
 
 
 def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:

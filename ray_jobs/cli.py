@@ -60,14 +60,18 @@ def connect() -> None:
 
 
 @contextmanager
-def capture_engines(config: JobConfig) -> Iterator[Any]:
-    """Pool of engines that answer prompts and hand hidden states over, for as long as the block runs."""
+def engines(config: JobConfig, capture: bool) -> Iterator[Any]:
+    """Pool of engines for as long as the block runs: they answer prompts and, if asked, hand states over."""
     from eagle3_train.engines.pool import close_pool, spec_for, start_pool
     from eagle3_train.target.facts import read_facts, resolve_boundaries
 
-    facts = read_facts(config.target.path)
-    boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
-    pool = start_pool(spec_for(config, "capture", boundaries), config.engine)
+    if capture:
+        facts = read_facts(config.target.path)
+        boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
+        spec = spec_for(config, "capture", boundaries)
+    else:
+        spec = spec_for(config, "plain")
+    pool = start_pool(spec, config.engine)
     try:
         yield pool
     finally:

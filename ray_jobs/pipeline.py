@@ -16,7 +16,7 @@ def job(config: JobConfig) -> None:
     preflight.require(config)
     cli.connect()
     if not (rollout.is_complete(config) and train.is_complete(config)):
-        with cli.capture_engines(config) as pool:
+        with cli.engines(config, capture=True) as pool:
             with stage_timer(run, "rollout"):
                 rollout.run(config, pool)
             with stage_timer(run, "train"):

@@ -10,7 +10,10 @@ from ray_jobs import cli
 def job(config: JobConfig) -> None:
     """Answer every prompt that has no committed answer yet."""
     cli.connect()
-    with stage_timer(RunDir(config.run_path), "rollout"), cli.capture_engines(config) as pool:
+    with (
+        stage_timer(RunDir(config.run_path), "rollout"),
+        cli.engines(config, capture=False) as pool,
+    ):
         rollout.run(config, pool)
 
 

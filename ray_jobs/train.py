@@ -15,7 +15,7 @@ def job(config: JobConfig) -> None:
     train.check(config)
     preflight.require(config)
     cli.connect()
-    with stage_timer(RunDir(config.run_path), "train"), cli.capture_engines(config) as pool:
+    with stage_timer(RunDir(config.run_path), "train"), cli.engines(config, capture=True) as pool:
         train.run(config, pool)
 
 

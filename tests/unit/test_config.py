@@ -56,6 +56,17 @@ def test_a_sample_longer_than_a_pack_is_refused_before_anything_runs() -> None:
         load_config([DEMO], ["stream.tokens_per_pack=16"])
 
 
+def test_directories_mean_the_same_in_every_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "smollm2-135m-instruct").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    config = load_config([DEMO])
+    assert config.run_path == tmp_path / "runs" / "demo"
+    assert config.target.path == str(tmp_path / "models" / "smollm2-135m-instruct")
+    assert load_config([DEMO], ["target.path=org/model"]).target.path == "org/model"
+
+
 def test_configuration_survives_json_and_is_frozen() -> None:
     config = load_config([DEMO])
     assert JobConfig.model_validate(config.model_dump(mode="json")) == config
