@@ -117,11 +117,13 @@ class RolloutConfig(Section):
     """The target's own answers to the prompts."""
 
     sampling: SamplingConfig = SamplingConfig()
-    """Sampling of every domain that has no entry in `domain_sampling`."""
+    """Sampling of every domain without an entry in `domain_sampling`; held-out prompts are always greedy."""
     domain_sampling: dict[str, SamplingConfig] = {}
     """Sampling per domain label."""
     self_synthesised: NonNegativeInt = 0
     """Prompts the target writes itself, sampled after the bare user header."""
+    openers: dict[str, tuple[str, ...]] = {}
+    """Domain -> beginnings of the user turns it writes, used in turns; empty writes freely."""
     synthesis: SamplingConfig = SamplingConfig(temperature=1.0, max_new_tokens=128)
     """Sampling of self-synthesised prompts."""
     seed: int = 0

@@ -18,6 +18,7 @@ from eagle3_train.config import JobConfig, SamplingConfig
 from eagle3_train.corpus.account import Unusable
 from eagle3_train.corpus.load import load_prompts
 from eagle3_train.corpus.render import Renderer
+from eagle3_train.corpus.split import is_held_out
 from eagle3_train.corpus.table import committed_ids, next_index, write_shard
 from eagle3_train.engines.answers import Answers
 from eagle3_train.engines.spec import Request
@@ -145,12 +146,14 @@ def _take(
 def _request(config: JobConfig, dialogue: Dialogue) -> Request:
     """The turn that waits for an answer; it may fill the sample up to corpus.max_len."""
     sampling = _sampling(config, dialogue.prompt.domain)
+    # The expected acceptance length walks held-out answers, which only greedy ones allow.
+    greedy = is_held_out(dialogue.prompt.id, config.corpus.held_out_fraction)
     ids = tuple(dialogue.asked.input_ids.tolist())
     return Request(
         id=dialogue.prompt.id,
         prompt_ids=ids,
         max_new_tokens=min(sampling.max_new_tokens, config.corpus.max_len - len(ids)),
-        temperature=sampling.temperature,
+        temperature=0.0 if greedy else sampling.temperature,
         top_p=sampling.top_p,
         top_k=sampling.top_k,
     )
@@ -262,7 +265,7 @@ def _check_failures(config: JobConfig, progress: Progress) -> None:
 
 def _inputs(config: JobConfig) -> Json:
     """The settings that decide what the answers are."""
-    corpus = config.corpus.model_dump(mode="json", exclude={"held_out_fraction", "min_yield"})
+    corpus = config.corpus.model_dump(mode="json", exclude={"min_yield"})
     rollout = config.rollout.model_dump(mode="json", exclude={"shard_rows", "max_failures"})
     return {"target": config.target.path, "corpus": corpus, "rollout": rollout}
 

@@ -40,16 +40,21 @@ def synthesise(
     if config.self_synthesised == 0:
         return []
     if not path.is_file():
-        texts = _sample(config, renderer, ask)
-        write_atomic(path, "".join(json.dumps(text) + "\n" for text in texts))
-    texts = [json.loads(line) for line in path.read_text().splitlines()]
+        turns = _sample(config, renderer, ask)
+        write_atomic(path, "".join(json.dumps(turn) + "\n" for turn in turns))
     prompts = []
-    for text in texts:
-        said = Conversation([{"role": "user", "content": text}], domain=DOMAIN)
+    for domain, text in map(json.loads, path.read_text().splitlines()):
+        said = Conversation([{"role": "user", "content": text}], domain=domain)
         ids = np.array(renderer.prompt_ids(said.messages), dtype=np.int32)
         if len(ids) + 1 < max_len:
-            prompts.append(Prompt(said.id, DOMAIN, ids, said.to_json()))
+            prompts.append(Prompt(said.id, domain, ids, said.to_json()))
     return prompts
+
+
+def openers(config: RolloutConfig) -> list[tuple[str, str]]:
+    """(domain, beginning of a user turn), to be used in turns; the bare header when none is configured."""
+    given = [(domain, text) for domain, texts in config.openers.items() for text in texts]
+    return given or [(DOMAIN, "")]
 
 
 def user_header(renderer: Renderer) -> list[int]:
@@ -84,33 +89,37 @@ def unlike_a_prompt(generation: Generation, control_ids: Set[int]) -> str | None
     return None
 
 
-def _sample(config: RolloutConfig, renderer: Renderer, ask: Ask) -> list[str]:
-    """Distinct user turns; asks again until there are enough or the tries are used up."""
+def _sample(config: RolloutConfig, renderer: Renderer, ask: Ask) -> list[tuple[str, str]]:
+    """(domain, user turn), distinct; asks again until there are enough or the tries are used up."""
     wanted, sampling = config.self_synthesised, config.synthesis
-    header = tuple(user_header(renderer))
-    kept: dict[str, str] = {}
+    header, beginnings = user_header(renderer), openers(config)
+    encode = renderer.tokenizer.encode
+    starts = [(*header, *encode(text, add_special_tokens=False)) for _, text in beginnings]
+    kept: dict[str, tuple[str, str]] = {}
     reasons: Counter[str] = Counter()
     number = 0
     while len(kept) < wanted and number < TRIES_PER_PROMPT * wanted:
         share = max(len(kept) / number, 1 / TRIES_PER_PROMPT) if number else 1.0
         batch = math.ceil((wanted - len(kept)) / share)
         batch = min(batch, TRIES_PER_PROMPT * wanted - number)
+        chosen = [(number + i) % len(beginnings) for i in range(batch)]
         requests = [
             Request(
-                f"synthesis-{number + i}", header, sampling.max_new_tokens,
+                f"synthesis-{number + i}", starts[opener], sampling.max_new_tokens,
                 sampling.temperature, sampling.top_p, sampling.top_k,
                 stop_token_ids=tuple(renderer.stop_ids),
             )
-            for i in range(batch)
+            for i, opener in enumerate(chosen)
         ]  # fmt: skip
         number += batch
-        for generation in ask(requests):
-            text = generation.text.strip()
+        for opener, generation in zip(chosen, ask(requests), strict=True):
+            domain, beginning = beginnings[opener]
+            text = (beginning + generation.text).strip()
             key = " ".join(text.casefold().split())
             reason = unlike_a_prompt(generation, renderer.always_drafted)
             reason = reason or ("duplicate" if key in kept else None)
             if reason is None:
-                kept[key] = text
+                kept[key] = domain, text
             else:
                 reasons[reason] += 1
     log.info(

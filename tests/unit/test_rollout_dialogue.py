@@ -156,3 +156,23 @@ def test_synthesised_prompts_are_distinct_asked_for_until_enough_and_made_once(
         p.id for p in prompts
     ]
     assert len(asked) == before
+
+
+def test_openers_share_the_prompts_and_give_them_their_domain(tmp_path: Path) -> None:
+    render = renderer(tmp_path)
+    asked: list[Request] = []
+
+    def ask(requests: Sequence[Request]) -> list[Generation]:
+        asked.extend(requests)
+        return [
+            Generation(r.id, r.prompt_ids, (9, tiny.EOS), "stop", f" thing number {r.id} please")
+            for r in requests
+        ]
+
+    openers = {"code": ("Write a",), "chat": ("Tell me", "Why is")}
+    settings = RolloutConfig(self_synthesised=9, openers=openers)
+    prompts = synthesise(settings, render, MAX_LEN, ask, tmp_path / "synthesised.jsonl")
+    assert [p.domain for p in prompts] == ["code", "chat", "chat"] * 3
+    assert "Write a thing number" in prompts[0].messages_json
+    assert all(r.prompt_ids[:2] == (tiny.BOS, tiny.USER) for r in asked)
+    assert len({r.prompt_ids for r in asked}) == 3, "the target continues each opener"
