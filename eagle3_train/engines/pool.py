@@ -252,7 +252,10 @@ class EnginePool:
                 num_gpus=need.get("GPU", 0),
                 scheduling_strategy=strategy,
                 max_concurrency=REPLICA_THREADS,
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": threads}},
+                # Trainers share the cores: an idle OpenMP thread must sleep, not spin.
+                runtime_env={
+                    "env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
+                },
             )
             .remote(self._spec, self._engine.request_timeout_s)
         )

@@ -121,6 +121,13 @@ class TrainState:
         dist.broadcast(number, src=0)
         return int(number.item())
 
+    def longest(self, seconds: float) -> float:
+        """Largest value over the ranks: one rank that waits for data makes all of them wait."""
+        value = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        if self.ranks > 1:
+            dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return float(value.item())
+
     def save(self, metrics: dict[str, Any]) -> None:
         """Report a checkpoint to Ray Train; every rank must call it at the same step."""
         state = {

@@ -68,6 +68,7 @@ def train_step(state: TrainState, window: Window, packs: Iterator[CapturedPack])
     if not logged:
         return {}
     loss, accuracy, prefix = tally.reduce(state.ranks)
+    wait_s = state.longest(wait_s)
     if not (math.isfinite(loss) and math.isfinite(float(grad_norm))):
         raise NonFiniteLossError(
             f"step {window.step}: loss {loss}, gradient norm {float(grad_norm)} "
