@@ -50,6 +50,8 @@ Passes = dict[tuple[str, int], Measurement]
 """Measurement of (dataset, concurrency)."""
 
 GAP = 0.05
+# The untrained drafter is slow and only its acceptance matters, which does not depend on concurrency.
+UNTRAINED_CONCURRENCY = 8
 LOOPS = 0.1
 
 
@@ -191,11 +193,11 @@ def measure_plain(config: JobConfig, prompts: Prompts) -> tuple[Passes, Prompts,
 
 
 def measure_drafters(config: JobConfig, prompts: Prompts) -> dict[str, Passes]:
-    """Drafter -> passes. Drafters of one shape are swapped within one engine; `untrained` at one setting."""
+    """Drafter -> passes. Drafters of one shape are swapped within one engine."""
     paths, settings = RunDir(config.run_path), config.evaluate.concurrency
     drafters = {"trained": (paths.drafter, settings)}
     if config.evaluate.untrained:
-        drafters["untrained"] = (paths.untrained_drafter, settings[:1])
+        drafters["untrained"] = (paths.untrained_drafter, (UNTRAINED_CONCURRENCY,))
     if config.evaluate.against:
         drafters["other"] = (Path(config.evaluate.against), settings)
     served: dict[str, Passes] = {}
@@ -241,11 +243,14 @@ def compose(
     for drafter, passes in served.items():
         for (dataset, count), measured in passes.items():
             names = {"dataset": dataset, "drafter": drafter, "concurrency": count}
-            rows.append(names | served_row(measured, plain[dataset, count], exact) | common)
-        keys = [key for key in passes if key[1] == first]
-        whole = pooled([passes[key] for key in keys]), pooled([plain[key] for key in keys])
-        names = {"dataset": "all", "drafter": drafter, "concurrency": first}
-        overall[drafter] = names | served_row(*whole, exact) | common
+            compared = plain[dataset, first], plain.get((dataset, count))
+            rows.append(names | served_row(measured, *compared, exact) | common)
+        count = next(iter(passes))[1]
+        whole, reference = _at(passes, count), _at(plain, first)
+        assert whole is not None
+        assert reference is not None
+        names = {"dataset": "all", "drafter": drafter, "concurrency": count}
+        overall[drafter] = names | served_row(whole, reference, _at(plain, count), exact) | common
     ours = overall["trained"]
     verdicts = [row["lossless"] for row in rows if row["lossless"] is not None]
     return {
@@ -273,6 +278,12 @@ def walked(config: JobConfig) -> list[float]:
     ]
     lengths: list[float] = lines[-1]["eval/expected_by_k"] if lines else []
     return lengths[: config.evaluate.max_k]
+
+
+def _at(passes: Passes, concurrency: int) -> Measurement | None:
+    """All datasets at one concurrency as one; None when it was not measured."""
+    parts = [measured for (_, count), measured in passes.items() if count == concurrency]
+    return pooled(parts) if parts else None
 
 
 def _difference(served: dict[str, Passes], concurrency: int) -> list[float] | None:

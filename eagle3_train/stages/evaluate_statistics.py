@@ -60,17 +60,20 @@ def pooled(parts: Sequence[Measurement]) -> Measurement:
     )
 
 
-def served_row(served: Measurement, plain: Measurement | None, exact: bool) -> dict[str, Any]:
+def served_row(
+    served: Measurement, reference: Measurement, plain: Measurement | None, exact: bool
+) -> dict[str, Any]:
     """One line of evaluation.json, names of dataset, drafter and setting apart.
 
-    exact: greedy in float32, where every answer must equal the plain engine's. acceptance_length is vLLM's own
-    count; acceptance_length_kept leaves out drafts accepted beyond the end of an answer.
+    reference: answers without drafter; plain: their speed at the same concurrency, if measured. exact: greedy in
+    float32, where every answer must equal the reference. acceptance_length is vLLM's own count;
+    acceptance_length_kept leaves out drafts accepted beyond the end of an answer.
     """
     drafts = max(served.num_drafts, 1)
     per_position = [count / drafts for count in served.accepted_per_position]
     outputs = [answer.output_ids for answer in served.answers]
-    reference = {answer.id: answer.output_ids for answer in plain.answers} if plain else {}
-    same = [reference[a.id] == a.output_ids for a in served.answers if a.id in reference]
+    alone = {answer.id: answer.output_ids for answer in reference.answers}
+    same = [alone[answer.id] == answer.output_ids for answer in served.answers]
     return {
         "num_speculative_tokens": len(per_position),
         "requests": len(outputs),
@@ -87,8 +90,8 @@ def served_row(served: Measurement, plain: Measurement | None, exact: bool) -> d
         "speedup": served.tokens_per_s / plain.tokens_per_s if plain else None,
         "distinct_bigram": distinct_bigrams(outputs),
         "looping": looping(outputs),
-        "identical_answers": sum(same) / len(same) if same else None,
-        "lossless": all(same) if same and exact else None,
+        "identical_answers": sum(same) / len(same),
+        "lossless": all(same) if exact else None,
     }
 
 

@@ -71,7 +71,7 @@ def composed(config: JobConfig, served: Measurement, plain: Measurement, **facts
 
 
 def test_a_row_agrees_with_counts_made_by_hand() -> None:
-    row = served_row(passed(), plainly(), exact=True)
+    row = served_row(passed(), plainly(), plainly(), exact=True)
     assert row["acceptance_length"] == 1 + 19 / 20
     assert row["acceptance_length_kept"] == 39 / 20
     assert row["per_position_acceptance"] == [0.6, 0.25, 0.1]
@@ -91,6 +91,15 @@ def test_one_changed_token_is_not_lossless_and_alarms(config: JobConfig) -> None
     assert result["lossless"] is False
     assert result["rows"][0]["identical_answers"] == 0.0
     assert "answers with drafter differ from answers without" in result["alarms"]
+
+
+def test_a_concurrency_without_a_plain_pass_has_acceptance_but_no_speedup(
+    config: JobConfig,
+) -> None:
+    passes = {"trained": {("gsm8k", 1): passed()}, "untrained": {("gsm8k", 8): passed()}}
+    untrained = evaluate.compose(config, {("gsm8k", 1): plainly()}, passes, FACTS)["untrained"]
+    assert (untrained["concurrency"], untrained["speedup"]) == (8, None)
+    assert (untrained["acceptance_length"], untrained["lossless"]) == (1.95, True)
 
 
 def test_in_bfloat16_equal_answers_are_counted_but_prove_nothing(config: JobConfig) -> None:
