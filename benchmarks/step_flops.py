@@ -26,6 +26,7 @@ class Work:
 
     @property
     def total(self) -> float:
+        """All parts."""
         return self.trunk + self.head + self.attention + self.context + self.teacher
 
 

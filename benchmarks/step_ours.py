@@ -44,6 +44,7 @@ class Shape:
 
     @property
     def spec(self) -> DrafterSpec:
+        """The drafter of this shape."""
         return DrafterSpec(
             hidden_size=self.hidden,
             intermediate_size=self.inter,
@@ -200,10 +201,12 @@ def peer_rule_batch(shape: Shape, documents: list[dict[str, Tensor]]) -> PackedB
     return PackedBatch(plan, aux, last)
 
 
-def build(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Eagle3Drafter, FrozenTarget]:
+def build(
+    shape: Shape, device: str, dtype: torch.dtype, fp8: bool = False
+) -> tuple[Eagle3Drafter, FrozenTarget]:
     """Drafter and target with the benchmark's weights."""
     weights = make_weights(shape, device)
-    drafter = Eagle3Drafter(shape.spec, torch.device(device), dtype)
+    drafter = Eagle3Drafter(shape.spec, torch.device(device), dtype, fp8)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             parameter.copy_(weights[name])
@@ -222,8 +225,8 @@ def build(shape: Shape, device: str, dtype: torch.dtype) -> tuple[Eagle3Drafter,
 class Ours:
     """Drafter, target and optimiser of one shape; `step` is what is timed."""
 
-    def __init__(self, shape: Shape) -> None:
-        self.drafter, self.target = build(shape, "cuda", torch.bfloat16)
+    def __init__(self, shape: Shape, fp8: bool) -> None:
+        self.drafter, self.target = build(shape, "cuda", torch.bfloat16, fp8)
         self.optimizer = AdamW(self.drafter.parameters(), lr=1e-5, max_grad_norm=0.5)
         self.options = LossOptions(decay=DECAY)
 
@@ -244,7 +247,7 @@ class Ours:
 
 def measure_ours(shape: Shape, options: argparse.Namespace, turn: Any) -> None:
     """Time every supervised fraction; print one RESULT line each."""
-    ours = Ours(shape)
+    ours = Ours(shape, options.impl == "ours-fp8")
     torch.cuda.empty_cache()
     batches = {
         f: our_batch(shape, make_documents(shape, f, "cuda")).to("cpu") for f in options.fractions

@@ -154,7 +154,7 @@ def run_driver(impl: str, shape: Shape, options: argparse.Namespace, turn: Turn)
     bench_common.make_batch = lambda _: next(iter(cases.values()))[0]
 
     def loop(
-        _: Any, name: str, prepare: Any, forward: Any, backward: Any, optimize: Any, extra: Any
+        _: Any, name: str, prepare: Any, forward: Any, backward: Any, optimize: Any, __: Any
     ) -> None:
         weights.clear()
         names = prepare.__globals__

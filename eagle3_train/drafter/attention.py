@@ -11,7 +11,7 @@ arithmetic, document by document.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -71,6 +71,22 @@ def _angles(tables: Angles, positions: Tensor) -> Angles:
     return tables[0].index_select(0, positions), tables[1].index_select(0, positions)
 
 
+class KeyLayout(NamedTuple):
+    """Where one step's queries find their keys.
+
+    store [all keys, kv_heads * (dim + value_dim)]: step 0's `context` rows first, then those of each later step, which
+    begin at `offsets`; order: rows by position, first visible step-0 key of each, last + 1.
+    """
+
+    store: Tensor
+    step: int
+    heads: tuple[int, int]
+    order: tuple[Tensor, Tensor, Tensor]
+    context: int
+    offsets: Tensor
+    scale: float
+
+
 class StepAttention:
     """Keys, values and their gradients of one layer, over the steps of one forward pass.
 
@@ -107,7 +123,7 @@ class StepAttention:
 
         `query` is rotated in place and must be a fresh product.
         """
-        return _Attend.apply(query, key_value, self, rows)  # type: ignore[no-any-return]
+        return _Attend.apply(query, key_value, self, rows)  # type: ignore[no-any-return, no-untyped-call]
 
     def split(self, key_value: Tensor) -> tuple[Tensor, Tensor]:
         """Views [rows, kv_heads, dim] of packed keys and values."""
@@ -139,6 +155,13 @@ class StepAttention:
         self.turn_(self.split(grads)[0], angles, back=True)
         return self.d_key_value.step(k).copy_(grads)
 
+    def layout(self, k: int, rows: QueryRows) -> "KeyLayout":
+        """What the kernels need to find a step's keys."""
+        order, heads = (rows.order, rows.begin, rows.end), (self.heads, self.kv_heads)
+        return KeyLayout(
+            self.store.whole(), k, heads, order, self.context, self.offsets, self.scale
+        )
+
     def pairs(self, stack: Stack, count: int) -> tuple[list[Tensor], list[Tensor]]:
         """Key and value views of the first `count` steps of a Stack."""
         views = [self.split(stack.step(j)) for j in range(count)]
@@ -147,7 +170,7 @@ class StepAttention:
 
 class _Attend(Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, query: Tensor, key_value: Tensor, state: StepAttention, rows: QueryRows
     ) -> Tensor:
         query = query.detach().unflatten(1, (state.heads, state.qk_dim))
@@ -158,32 +181,26 @@ class _Attend(Function):
         if query.is_cuda:
             from eagle3_train.drafter import attention_kernels
 
-            attention_kernels.forward(query, *_layout(state, rows, k), out, lse)
+            attention_kernels.forward(query, state.layout(k, rows), out, lse)
         else:
             _forward(query, state, rows, out, lse)
         ctx.saved, ctx.state, ctx.rows, ctx.k = (query, out.detach(), lse), state, rows, k
         return out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
         state, k, saved = ctx.state, ctx.k, (*ctx.saved, d_out.contiguous())
         d_query = state.d_query.step(k).unflatten(1, (state.heads, state.qk_dim))
         if d_out.is_cuda:
             from eagle3_train.drafter import attention_kernels
 
-            grads = state.grads.whole()
-            attention_kernels.backward(saved, *_layout(state, ctx.rows, k), d_query, grads)
+            layout = state.layout(k, ctx.rows)
+            attention_kernels.backward(saved, layout, d_query, state.grads.whole())
         else:
             _backward(saved, state, ctx.rows, k, d_query)
         state.turn_(d_query, ctx.rows.query_angles, back=True)
         ctx.saved = None
         return d_query.flatten(1), state.pop(k, ctx.rows.key_angles), None, None
-
-
-def _layout(state: StepAttention, rows: QueryRows, k: int) -> tuple[Any, ...]:
-    """What the kernels need to find a step's keys."""
-    order, heads = (rows.order, rows.begin, rows.end), (state.heads, state.kv_heads)
-    return state.store.whole(), k, heads, order, state.context, state.offsets, state.scale
 
 
 def _scores(

@@ -1,34 +1,42 @@
 """Triton attention over step-0 keys (causal, per document) plus the diagonal of later steps, both directions.
 
-A tile holds ROWS query rows, neighbours by position, times the GROUP query heads that share a key head. Begin and
+A tile holds ROWS query rows, neighbours by position, times the GROUP query heads that share a key head (LANES). Begin and
 end of the visible keys both rise with position, so a tile's keys are one range, split into a masked head, an
 unmasked middle and a masked tail. The diagonal adds one key per earlier step from the same query row: k dot
 products inside the same softmax. Keys and values of all steps lie in one buffer (step 0 first), likewise
 their fp32 gradients; a diagonal row belongs to one tile, so those gradients need no atomics.
 """
 
+# Triton functions are typed by Triton.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from eagle3_train.drafter.attention import KeyLayout
+
 LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _tile(order, begin, end, count, ROWS: tl.constexpr, GROUP: tl.constexpr):
-    """Row ids and visible range of the tile's ROWS * GROUP lines, and the ranges [lo, a), [a, b), [b, hi)."""
+def _tile(order, begin, end, count, ROWS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr):
+    """Row ids and visible range of the tile's ROWS * LANES lines, and the ranges [lo, a), [a, b), [b, hi).
+
+    LANES is GROUP rounded up to a power of two; the lanes beyond GROUP are dead.
+    """
     first = tl.program_id(0) * ROWS
-    line = tl.arange(0, ROWS * GROUP)
-    at = first + line // GROUP
-    live = at < count
+    line = tl.arange(0, ROWS * LANES)
+    at = first + line // LANES
+    live = (at < count) & (line % LANES < GROUP)
     row = tl.load(order + at, mask=live, other=0).to(tl.int64)
     row_begin = tl.load(begin + at, mask=live, other=0)
     row_end = tl.load(end + at, mask=live, other=0)
     last = tl.minimum(first + ROWS, count) - 1
     lo, hi = tl.load(begin + first), tl.load(end + last)
     full_lo, full_hi = tl.load(begin + last), tl.load(end + first)
-    return row, line % GROUP, live, row_begin, row_end, lo, hi, full_lo, full_hi
+    return row, line % LANES, live, row_begin, row_end, lo, hi, full_lo, full_hi
 
 
 @triton.jit
@@ -70,7 +78,7 @@ def _forward_range(
 @triton.jit
 def _forward(
     query, store, order, begin, end, offsets, out, lse, count, context, scale, steps,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(1)
@@ -78,15 +86,15 @@ def _forward(
     stride = KV_HEADS * (DIM + VALUE_DIM)
     keys, values = store + kv_head * DIM, store + KV_HEADS * DIM + kv_head * VALUE_DIM
     row, member, live, row_begin, row_end, lo, hi, full_lo, full_hi = _tile(
-        order, begin, end, count, ROWS, GROUP
+        order, begin, end, count, ROWS, GROUP, LANES
     )
     head = kv_head * GROUP + member
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     q_at = row * (HEADS * DIM) + head * DIM
     q = tl.load(query + q_at[:, None] + d[None], mask=live[:, None] & (d < DIM)[None], other=0.0)
-    acc = tl.zeros((ROWS * GROUP, BLOCK_V), tl.float32)
-    top = tl.full((ROWS * GROUP,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS * GROUP,), tl.float32)
+    acc = tl.zeros((ROWS * LANES, BLOCK_V), tl.float32)
+    top = tl.full((ROWS * LANES,), -float("inf"), tl.float32)
+    total = tl.zeros((ROWS * LANES,), tl.float32)
     a, b = _split(lo, hi, full_lo, full_hi, KEYS)
     acc, top, total = _forward_range(
         acc, top, total, q, keys, values, stride, lo, a, row_begin, row_end, scale,
@@ -145,7 +153,7 @@ def _query_range(
 @triton.jit
 def _diagonal_gradient(
     query, store, offsets, out, lse, d_out, delta, d_query, d_store, context, scale, softmax_scale, steps,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """One row and key head: delta = rowsum(out * d_out), the diagonal's share of dQ, and its dK and dV."""
@@ -153,16 +161,19 @@ def _diagonal_gradient(
     KV_HEADS: tl.constexpr = HEADS // GROUP
     stride = KV_HEADS * (DIM + VALUE_DIM)
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    head = kv_head * GROUP + tl.arange(0, GROUP)
+    lane = tl.arange(0, LANES)
+    head, live = kv_head * GROUP + lane, lane < GROUP
     q_at = (row * (HEADS * DIM) + head * DIM)[:, None] + d[None]
     out_at = (row * (HEADS * VALUE_DIM) + head * VALUE_DIM)[:, None] + dv[None]
-    q = tl.load(query + q_at, mask=(d < DIM)[None], other=0.0).to(tl.float32)
-    do = tl.load(d_out + out_at, mask=(dv < VALUE_DIM)[None], other=0.0).to(tl.float32)
-    o = tl.load(out + out_at, mask=(dv < VALUE_DIM)[None], other=0.0).to(tl.float32)
-    norm = tl.load(lse + row * HEADS + head)
+    q = tl.load(query + q_at, mask=live[:, None] & (d < DIM)[None], other=0.0).to(tl.float32)
+    do = tl.load(d_out + out_at, mask=live[:, None] & (dv < VALUE_DIM)[None], other=0.0).to(
+        tl.float32
+    )
+    o = tl.load(out + out_at, mask=live[:, None] & (dv < VALUE_DIM)[None], other=0.0).to(tl.float32)
+    norm = tl.load(lse + row * HEADS + head, mask=live, other=0.0)
     shift = tl.sum(o * do, 1)
-    tl.store(delta + row * HEADS + head, shift)
-    d_q = tl.zeros((GROUP, BLOCK_D), tl.float32)
+    tl.store(delta + row * HEADS + head, shift, mask=live)
+    d_q = tl.zeros((LANES, BLOCK_D), tl.float32)
     for step in range(1, steps + 1):
         at = (context + tl.load(offsets + step) - tl.load(offsets + 1) + row) * stride
         key_at, value_at = at + kv_head * DIM + d, at + KV_HEADS * DIM + kv_head * VALUE_DIM + dv
@@ -177,13 +188,13 @@ def _diagonal_gradient(
         )
         tl.store(d_store + key_at, d_k, mask=d < DIM)
         tl.store(d_store + value_at, d_v, mask=dv < VALUE_DIM)
-    tl.store(d_query + q_at, d_q, mask=(d < DIM)[None])
+    tl.store(d_query + q_at, d_q, mask=live[:, None] & (d < DIM)[None])
 
 
 @triton.jit
 def _query_gradient(
     query, store, order, begin, end, lse, d_out, delta, d_query, count, scale, softmax_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds the step-0 keys' share of dQ to the diagonal's."""
@@ -192,7 +203,7 @@ def _query_gradient(
     stride = KV_HEADS * (DIM + VALUE_DIM)
     keys, values = store + kv_head * DIM, store + KV_HEADS * DIM + kv_head * VALUE_DIM
     row, member, live, row_begin, row_end, lo, hi, full_lo, full_hi = _tile(
-        order, begin, end, count, ROWS, GROUP
+        order, begin, end, count, ROWS, GROUP, LANES
     )
     head = kv_head * GROUP + member
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -203,7 +214,7 @@ def _query_gradient(
     do = tl.load(d_out + out_at, mask=live[:, None] & (dv < VALUE_DIM)[None], other=0.0)
     shift = tl.load(delta + row * HEADS + head, mask=live, other=0.0)
     norm = tl.load(lse + row * HEADS + head, mask=live, other=0.0)
-    d_q = tl.zeros((ROWS * GROUP, BLOCK_D), tl.float32)
+    d_q = tl.zeros((ROWS * LANES, BLOCK_D), tl.float32)
     a, b = _split(lo, hi, full_lo, full_hi, KEYS)
     d_q = _query_range(
         d_q, q, do, norm, shift, keys, values, stride, lo, a, row_begin, row_end, scale,
@@ -224,18 +235,18 @@ def _query_gradient(
 @triton.jit
 def _key_range(
     d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, start, stop, j, kv_head, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    line = tl.arange(0, ROWS * GROUP)
-    head = kv_head * GROUP + line % GROUP
+    line = tl.arange(0, ROWS * LANES)
+    head = kv_head * GROUP + line % LANES
     for first in range(start, stop, ROWS):
-        at = first + line // GROUP
-        live = at < stop
+        at = first + line // LANES
+        live = (at < stop) & (line % LANES < GROUP)
         row = tl.load(order + at, mask=live, other=0).to(tl.int64)
         q_mask, out_mask = (d < DIM)[None], (dv < VALUE_DIM)[None]
-        if MASKED:
+        if MASKED or LANES != GROUP:
             q_mask, out_mask = q_mask & live[:, None], out_mask & live[:, None]
         q = tl.load(
             query + (row * (HEADS * DIM) + head * DIM)[:, None] + d[None], mask=q_mask, other=0.0
@@ -259,7 +270,7 @@ def _key_range(
 @triton.jit
 def _key_gradient(
     query, store, order, begin, end, ranges, lse, d_out, delta, d_store, context, tiles, scale, softmax_scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds one step's dK and dV of the step-0 keys. `ranges` [4, tiles]: first query, last + 1, unmasked first, last + 1."""
@@ -284,15 +295,15 @@ def _key_gradient(
         a, b = _split(lo, hi, full_lo, full_hi, ROWS)
         d_k, d_v = _key_range(
             d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, lo, a, j, kv_head, scale,
-            HEADS, GROUP, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, True,
+            HEADS, GROUP, LANES, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, True,
         )  # fmt: skip
         d_k, d_v = _key_range(
             d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, a, b, j, kv_head, scale,
-            HEADS, GROUP, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, False,
+            HEADS, GROUP, LANES, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, False,
         )  # fmt: skip
         d_k, d_v = _key_range(
             d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, b, hi, j, kv_head, scale,
-            HEADS, GROUP, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, True,
+            HEADS, GROUP, LANES, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, True,
         )  # fmt: skip
         own_keys, own_values = d_store + key_at + at + d[None], d_store + value_at + at + dv[None]
         d_k = d_k * softmax_scale + tl.load(own_keys, mask=key_mask, other=0.0)
@@ -301,8 +312,8 @@ def _key_gradient(
 
 
 TILES = {
-    "forward": (128, 128, 8, 2),
-    "query": (128, 64, 8, 2),
+    "forward": (128, 64, 8, 3),
+    "query": (128, 64, 8, 3),
     "key": (64, 128, 8, 2),
     "forward-wide": (128, 64, 8, 2),
     "query-wide": (64, 64, 8, 2),
@@ -314,86 +325,53 @@ TILES = {
 def _shape(heads: int, kv_heads: int, dim: int, value_dim: int) -> dict[str, int]:
     """Constants of the heads."""
     group = heads // kv_heads
-    if group & (group - 1):
-        raise ValueError(
-            f"{heads} query heads over {kv_heads} key heads: the CUDA kernels need a ratio that is a power of two."
-        )
-    blocks = (max(16, triton.next_power_of_2(size)) for size in (dim, value_dim))
-    return dict(
-        zip(
-            ("HEADS", "GROUP", "DIM", "VALUE_DIM", "BLOCK_D", "BLOCK_V"),
-            (heads, group, dim, value_dim, *blocks),
-            strict=True,
-        )
-    )
+    return {
+        "HEADS": heads,
+        "GROUP": group,
+        "LANES": triton.next_power_of_2(group),
+        "DIM": dim,
+        "VALUE_DIM": value_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
+    }
 
 
 def _tile_of(kernel: str, shape: dict[str, int]) -> dict[str, int]:
     """Tile constants and launch options of one kernel."""
     lines, keys, warps, stages = TILES[kernel if shape["BLOCK_D"] <= 128 else f"{kernel}-wide"]
-    rows = max(1, lines // shape["GROUP"])
+    rows = max(1, lines // shape["LANES"])
     return {"ROWS": rows, "KEYS": keys, "num_warps": warps, "num_stages": stages}
 
 
-def forward(
-    query: Tensor,
-    store: Tensor,
-    step: int,
-    heads: tuple[int, int],
-    order: tuple[Tensor, Tensor, Tensor],
-    context: int,
-    offsets: Tensor,
-    scale: float,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Write out [rows, heads * value_dim] and lse [rows, heads] (base 2) of one step.
-
-    query [rows, heads, dim]; store [all keys, kv_heads * (dim + value_dim)], `context` step-0 rows first; order is
-    (rows by position, first visible key, last + 1); offsets are the flat offsets of the steps.
-    """
+def forward(query: Tensor, layout: KeyLayout, out: Tensor, lse: Tensor) -> None:
+    """Write out [rows, heads * value_dim] and lse [rows, heads] (base 2) of query [rows, heads, dim]."""
+    store, step, heads, order, context, offsets, scale = layout
     rows = len(query)
     shape = _shape(*heads, query.shape[2], out.shape[1] // heads[0])
     tile = _tile_of("forward", shape)
     if rows:
         _forward[(triton.cdiv(rows, tile["ROWS"]), heads[1])](
-            query,
-            store,
-            *order,
-            offsets,
-            out,
-            lse,
-            rows,
-            context,
-            scale * LOG2E,
-            step,
-            **shape,
-            **tile,
-        )
+            query, store, *order, offsets, out, lse, rows, context, scale * LOG2E, step, **shape, **tile
+        )  # fmt: skip
 
 
 def backward(
     saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    store: Tensor,
-    step: int,
-    heads: tuple[int, int],
-    order: tuple[Tensor, Tensor, Tensor],
-    context: int,
-    offsets: Tensor,
-    scale: float,
+    layout: KeyLayout,
     d_query: Tensor,
     d_store: Tensor,
 ) -> None:
-    """Write d_query [rows, heads, dim]; add to d_store (fp32, laid out as `store`). saved: query, out, lse, d_out."""
+    """Write d_query [rows, heads, dim]; add to d_store (fp32, laid out as the store). saved: query, out, lse, d_out."""
     query, out, lse, d_out = saved
-    rows, value_dim = len(query), out.shape[1] // heads[0]
+    store, step, heads, order, context, offsets, scale = layout
+    rows = len(query)
     if not rows:
         return
+    shape = _shape(*heads, query.shape[2], out.shape[1] // heads[0])
     delta = torch.empty_like(lse)
-    shape = _shape(*heads, query.shape[2], value_dim)
     _diagonal_gradient[(rows, heads[1])](
         query, store, offsets, out, lse, d_out, delta, d_query, d_store, context,
-        scale * LOG2E, scale, step, **shape, num_warps=4 if shape["GROUP"] > 1 else 1,
+        scale * LOG2E, scale, step, **shape, num_warps=1,
     )  # fmt: skip
     tile = _tile_of("query", shape)
     _query_gradient[(triton.cdiv(rows, tile["ROWS"]), heads[1])](

@@ -24,7 +24,7 @@ class _NormFork(Function):
     """x -> (x[:rows], rms(x[:rows]) * w_a, rms(x) * w_b); the gradient of the fork is summed in one pass."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         x: Tensor,
         w_a: Tensor,
@@ -33,7 +33,7 @@ class _NormFork(Function):
         rows: int,
         place_a: Place | None,
         place_b: Place | None,
-        place_dx: Place | None,
+        consume: bool,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         out_a, out_b = _room(place_a), _room(place_b)
@@ -49,16 +49,16 @@ class _NormFork(Function):
             b = None if w_b is None else (unit * w_b).to(x.dtype)
             a = a if out_a is None else out_a.copy_(a)
             b = b if out_b is None or b is None else out_b.copy_(b)
-        ctx.x, ctx.rstd, ctx.rows, ctx.place_dx = x.detach(), rstd, rows, place_dx
+        ctx.x, ctx.rstd, ctx.rows, ctx.consume = x.detach(), rstd, rows, consume
         ctx.w_a, ctx.w_b = w_a.detach(), None if w_b is None else w_b.detach()
         return x[:rows].detach(), a, b
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: Any, d_residual: Tensor | None, d_a: Tensor | None, d_b: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         x, rows = ctx.x, ctx.rows
-        out = _room(ctx.place_dx)
+        out = x if ctx.consume else None
         if x.is_cuda:
             from eagle3_train.drafter import kernels
 
@@ -86,7 +86,7 @@ def rms_norm(
     x: Float[Tensor, "rows width"], weight: Float[Tensor, " width"], eps: float
 ) -> Float[Tensor, "rows width"]:
     """rms(x) * weight, in fp32 inside."""
-    out: Tensor = _NormFork.apply(x, weight, None, eps, len(x), None, None, None)[1]  # type: ignore[no-untyped-call]
+    out: Tensor = _NormFork.apply(x, weight, None, eps, len(x), None, None, False)[1]  # type: ignore[no-untyped-call]
     return out
 
 
@@ -95,10 +95,13 @@ def norm_fork(
     weight: Float[Tensor, " width"],
     eps: float,
     out: Place | None = None,
-    dx: Place | None = None,
+    consume: bool = False,
 ) -> tuple[Float[Tensor, "rows width"], Float[Tensor, "rows width"]]:
-    """(x, rms(x) * weight): a residual branch and a normed one. `out`, `dx` place the normed rows and x's gradient."""
-    residual, normed, _ = _NormFork.apply(x, weight, None, eps, len(x), out, None, dx)  # type: ignore[no-untyped-call]
+    """(x, rms(x) * weight): a residual branch and a normed one, which `out` places.
+
+    consume: backward writes x's gradient over x, which nothing else may read by then.
+    """
+    residual, normed, _ = _NormFork.apply(x, weight, None, eps, len(x), out, None, consume)  # type: ignore[no-untyped-call]
     return residual, normed
 
 
@@ -110,13 +113,13 @@ def norm_fork_two(
     rows_a: int,
     out_a: Place | None = None,
     out_b: Place | None = None,
-    dx: Place | None = None,
+    consume: bool = False,
 ) -> tuple[
     Float[Tensor, "rows_a width"], Float[Tensor, "rows_a width"], Float[Tensor, "rows width"]
 ]:
     """(x[:rows_a], rms(x[:rows_a]) * weight_a, rms(x) * weight_b): next step's two inputs and the head's."""
     out: tuple[Tensor, Tensor, Tensor] = _NormFork.apply(  # type: ignore[no-untyped-call]
-        x, weight_a, weight_b, eps, rows_a, out_a, out_b, dx
+        x, weight_a, weight_b, eps, rows_a, out_a, out_b, consume
     )
     return out
 
@@ -125,17 +128,16 @@ class _GatedDown(Function):
     """residual + (silu(gate) * up) W^T. The activation is recomputed in backward, into a Stack made there."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         gate: Tensor,
         up: Tensor,
-        weight: Tensor,
+        _weight: Tensor,
         residual: Tensor,
         owner: "GatedDown",
         k: int,
     ) -> Tensor:
-        ctx.gate, ctx.up, ctx.weight = gate.detach(), up.detach(), weight.detach()
-        ctx.owner, ctx.k = owner, k
+        ctx.gate, ctx.up, ctx.owner, ctx.k = gate.detach(), up.detach(), owner, k
         if gate.is_cuda:
             from eagle3_train.drafter import kernels
 
@@ -143,10 +145,10 @@ class _GatedDown(Function):
         return owner.linear.forward(k, F.silu(gate) * up, residual)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dy, gate, up = dy.contiguous(), ctx.gate, ctx.up
         product = ctx.owner.product.step(ctx.k)
-        torch.mm(dy, ctx.weight, out=product)
+        ctx.owner.linear.ops.input_gradient(dy, product)
         if gate.is_cuda:
             from eagle3_train.drafter import kernels
 
@@ -160,15 +162,17 @@ class _GatedDown(Function):
             gate.copy_(d_product * up * slope)
             up.copy_(d_product * silu)
         dw = ctx.owner.linear.record(ctx.k, product, dy)
-        ctx.gate = ctx.up = ctx.weight = None
+        if ctx.k == 0:
+            ctx.owner.product.release()
+        ctx.gate = ctx.up = None
         return gate, up, dw, dy, None, None
 
 
 class GatedDown:
     """The second half of the MLP at every step. Overwrites gate and up with their gradients in backward."""
 
-    def __init__(self, weight: Tensor, counts: Sequence[int]) -> None:
-        self.linear = StepLinear(weight, len(counts))
+    def __init__(self, weight: Tensor, counts: Sequence[int], fp8: bool) -> None:
+        self.linear = StepLinear(weight, len(counts), Stack(counts, len(weight), weight), fp8)
         self.product = Stack(counts, weight.shape[1], weight)
         """silu(gate) * up of all steps, made in backward."""
 

@@ -4,6 +4,9 @@ The formulas are those of `losses.ROW_LOSSES`. A row is read twice (three times 
 the second read is served by L2 up to vocabularies of about 100k.
 """
 
+# Triton functions are typed by Triton.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+
 import torch
 import triton
 import triton.language as tl
@@ -146,9 +149,7 @@ def _divergence(
         z = tl.load(z_row + cols, mask=cols < vocab, other=-float("inf")).to(tl.float32)
         top, total = _grow(top, total, z)
     lse_q = top + tl.log(total)
-    inner = 0.0
-    value = 0.0
-    divergence = 0.0
+    inner, value, divergence = 0.0, 0.0, 0.0
     for start in range(0, vocab, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < vocab
@@ -158,8 +159,7 @@ def _divergence(
         inner += tl.sum(tl.where(inside, tl.exp(log_q) * slope, 0.0), 0)
         value += tl.sum(tl.where(inside, term, 0.0), 0)
         divergence += tl.sum(tl.where(inside, kl, 0.0), 0)
-    share = 0.0
-    gain = weight
+    share, gain = 0.0, weight
     if KIND == 5:
         gain = weight / value
         value = -tl.log(value)

@@ -20,12 +20,13 @@ from torch.autograd import Function
 
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.layers import rms_norm
+from eagle3_train.drafter.matmul import weight_ops
 from eagle3_train.drafter.rows import PackedBatch, RowPlan
 from eagle3_train.drafter.stepwise import wide
 
 LossKind = Literal["forward_kl", "hard_ce", "reverse_kl", "jsd", "tv", "lk_alpha", "lk_lambda"]
 LK_LAMBDA_RATE = 3.0
-MIN_CHUNK_ROWS = 64
+MIN_CHUNK_ROWS = {"cuda": 4096, "cpu": 64}
 _CHUNK_BYTES = {"cuda": 512 << 20, "cpu": 32 << 20}
 
 
@@ -77,8 +78,11 @@ def target_answers(
 
 
 def chunk_rows(like: Tensor, vocab: int) -> int:
-    """Rows whose logits fit the chunk budget."""
-    return max(MIN_CHUNK_ROWS, _CHUNK_BYTES[like.device.type] // (vocab * like.element_size()))
+    """Rows per chunk: as many equal chunks as bring the logits of one close to the budget."""
+    device = like.device.type
+    wanted = max(MIN_CHUNK_ROWS[device], _CHUNK_BYTES[device] // (vocab * like.element_size()))
+    chunks = max(1, round(len(like) / wanted))
+    return max(1, -(-len(like) // chunks))
 
 
 def row_weights(
@@ -106,11 +110,12 @@ class _HeadCall:
     kind: LossKind
     with_grad: bool
     with_argmax: bool
+    fp8: bool
 
 
 class _DraftHead(Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, weight: Tensor, call: _HeadCall, *pieces: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
@@ -119,24 +124,24 @@ class _DraftHead(Function):
         loss = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
         argmax = hidden.new_empty(len(hidden), dtype=torch.long) if call.with_argmax else None
         total: Tensor | None = None
-        step = chunk_rows(hidden, len(weight))
+        ops, step = weight_ops(weight, call.fp8), chunk_rows(hidden, len(weight))
         for a in range(0, len(hidden), step):
             part = hidden[a : a + step]
-            logits = part @ weight.t()
+            logits = ops.forward(part, None, None)
             if argmax is not None:
                 torch.argmax(logits, -1, out=argmax[a : a + step])
             slots, weights = call.slots[a : a + step], call.weights[a : a + step]
             loss += loss_and_gradient_(logits, call.teacher, slots, weights, call.kind)
             if call.with_grad:
-                total = logits.t() @ part if total is None else total.addmm_(logits.t(), part)
-                torch.mm(logits, weight, out=part)
+                total = ops.weight_gradient([(part, logits)], total)
+                ops.input_gradient(logits, part)
         ctx.d_hidden, ctx.d_weight = hidden, total
         if argmax is not None:
             ctx.mark_non_differentiable(argmax)
         return loss, argmax
 
     @staticmethod
-    def backward(ctx: Any, d_loss: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, d_loss: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight = ctx.d_hidden, ctx.d_weight
         ctx.d_hidden = ctx.d_weight = None
         if d_hidden.is_cuda:
@@ -154,9 +159,9 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
     offset = first.storage_offset()
     for piece in pieces:
         if not piece.is_contiguous() or piece.storage_offset() != offset:
-            return torch.cat(pieces)
+            return torch.cat(list(pieces))
         if piece.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat(pieces)
+            return torch.cat(list(pieces))
         offset += piece.numel()
     return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
 
@@ -169,12 +174,15 @@ def draft_loss(
     weights: Float[Tensor, " flat"],
     kind: LossKind,
     with_argmax: bool,
+    fp8: bool,
 ) -> tuple[Float[Tensor, ""], Int[Tensor, " flat"] | None]:
     """Weighted sum of the loss over all flat rows, and the draft argmax of each row if asked.
 
     Overwrites `head_inputs` (all steps' normed outputs, step after step) with their gradients.
     """
-    call = _HeadCall(supervision, rows.slots, weights, kind, torch.is_grad_enabled(), with_argmax)
+    call = _HeadCall(
+        supervision, rows.slots, weights, kind, torch.is_grad_enabled(), with_argmax, fp8
+    )
     out: tuple[Tensor, Tensor | None] = _DraftHead.apply(weight, call, *head_inputs)  # type: ignore[no-untyped-call]
     return out
 

@@ -106,9 +106,12 @@ class DrafterWeights(nn.Module):
         spec: DrafterSpec,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.float32,
+        fp8: bool = False,
     ) -> None:
         super().__init__()
         self.spec = spec
+        self.fp8 = fp8
+        """Multiply the layers' and the head's matrices in fp8 (bf16 weights, CUDA)."""
         aux = spec.num_aux * spec.hidden_size
         self.fc = Linear(aux, spec.hidden_size, device, dtype)
         if spec.norm_before_fc:

@@ -38,12 +38,13 @@ class InputLinear:
         steps: int,
         embedded: Float[Tensor, "rows hidden"] | None,
         index: list[Int[Tensor, " picked"] | None],
+        fp8: bool,
     ) -> None:
         self._gather, self._table, self._index = StepGather(), None, index
         if embedded is not None:
             of_token, weight = weight.split(embedded.shape[1], dim=1)
             self._table = F.linear(embedded, of_token)
-        self._linear = StepLinear(weight, steps)
+        self._linear = StepLinear(weight, steps, fp8=fp8)
 
     def __call__(self, k: int, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows out"]:
         """Apply at step k."""
@@ -65,13 +66,18 @@ def _inputs(
 
 class _LlamaProjections:
     def __init__(
-        self, attention: LlamaAttention, rows: RowPlan, embedded: Tensor | None, only_starts: bool
+        self,
+        attention: LlamaAttention,
+        rows: RowPlan,
+        embedded: Tensor | None,
+        only_starts: bool,
+        fp8: bool,
     ) -> None:
         keys = torch.cat([attention.k_proj.weight, attention.v_proj.weight])
         self._query = InputLinear(
-            attention.q_proj.weight, rows.steps, *_inputs(rows, embedded, only_starts)
+            attention.q_proj.weight, rows.steps, *_inputs(rows, embedded, only_starts), fp8
         )
-        self._key_value = InputLinear(keys, rows.steps, *_inputs(rows, embedded, False))
+        self._key_value = InputLinear(keys, rows.steps, *_inputs(rows, embedded, False), fp8)
 
     def query(self, k: int, x: Tensor) -> Tensor:
         return self._query(k, x)
@@ -88,6 +94,7 @@ class _MlaProjections:
         rows: RowPlan,
         embedded: Tensor | None,
         only_starts: bool,
+        fp8: bool,
     ) -> None:
         assert spec.kv_lora_rank is not None
         assert spec.qk_nope_head_dim is not None
@@ -95,11 +102,13 @@ class _MlaProjections:
         self._rank, self._nope = spec.kv_lora_rank, spec.qk_nope_head_dim
         compressed = spec.q_lora_rank is not None
         first = attention.q_a_proj.weight if compressed else attention.q_proj.weight
-        self._query_a = InputLinear(first, rows.steps, *_inputs(rows, embedded, only_starts))
-        self._query_b = StepLinear(attention.q_b_proj.weight, rows.steps) if compressed else None
+        self._query_a = InputLinear(first, rows.steps, *_inputs(rows, embedded, only_starts), fp8)
+        self._query_b = (
+            StepLinear(attention.q_b_proj.weight, rows.steps, fp8=fp8) if compressed else None
+        )
         down = attention.kv_a_proj_with_mqa.weight
-        self._kv_a = InputLinear(down, rows.steps, *_inputs(rows, embedded, False))
-        self._kv_b = StepLinear(attention.kv_b_proj.weight, rows.steps)
+        self._kv_a = InputLinear(down, rows.steps, *_inputs(rows, embedded, False), fp8)
+        self._kv_b = StepLinear(attention.kv_b_proj.weight, rows.steps, fp8=fp8)
 
     def query(self, k: int, x: Tensor) -> Tensor:
         low = self._query_a(k, x)
@@ -124,9 +133,10 @@ def project(
     attention: LlamaAttention | MlaAttention,
     rows: RowPlan,
     embedded: Float[Tensor, "context hidden"] | None,
+    fp8: bool,
 ) -> Projections:
     """The projections of one layer for one pass; `embedded` are layer 0's normed token embeddings."""
     only_starts = spec.num_layers == 1  # deeper drafters query every context row at step 0
     if isinstance(attention, LlamaAttention):
-        return _LlamaProjections(attention, rows, embedded, only_starts)
-    return _MlaProjections(spec, attention, rows, embedded, only_starts)
+        return _LlamaProjections(attention, rows, embedded, only_starts, fp8)
+    return _MlaProjections(spec, attention, rows, embedded, only_starts, fp8)

@@ -18,9 +18,12 @@ def _yarn_gain(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def inverse_frequencies(rope: RopeSpec, dim: int) -> Float[Tensor, " half_dim"]:
-    """Radians per position of each rotated pair, float32."""
-    plain = 1.0 / rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+def inverse_frequencies(
+    rope: RopeSpec, dim: int, device: torch.device | None = None
+) -> Float[Tensor, " half_dim"]:
+    """Radians per position of each rotated pair, float32, computed on `device` (a copy there would wait for it)."""
+    pairs = torch.arange(0, dim, 2, dtype=torch.float32, device=device)
+    plain = 1.0 / rope.theta ** (pairs / dim)
     if rope.rope_type == "linear":
         return plain / rope.factor
     if rope.rope_type == "llama3":
@@ -56,7 +59,9 @@ def _yarn(rope: RopeSpec, plain: Tensor, dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     high += 0.001 if low == high else 0
-    stretch = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    stretch = (
+        (torch.arange(dim // 2, dtype=torch.float32, device=plain.device) - low) / (high - low)
+    ).clamp(0, 1)
     return plain * (1 - stretch) + plain / rope.factor * stretch
 
 
@@ -77,7 +82,7 @@ def table_gain(spec: DrafterSpec) -> float:
 
 def softmax_scale(spec: DrafterSpec) -> float:
     """Factor on q.k before the softmax."""
-    scale = spec.qk_head_dim**-0.5
+    scale: float = spec.qk_head_dim**-0.5
     rope = spec.rope
     if spec.attention == "mla" and rope.rope_type == "yarn" and rope.attention_factor != 1.0:
         scale *= _yarn_gain(rope.factor, rope.mscale_all_dim or 0.0) ** 2
@@ -88,7 +93,7 @@ def rope_tables(
     spec: DrafterSpec, positions: int, device: torch.device, dtype: torch.dtype = torch.float32
 ) -> tuple[Float[Tensor, "positions half_dim"], Float[Tensor, "positions half_dim"]]:
     """Cos and sin for positions 0 .. positions-1, computed in float32, returned as `dtype`."""
-    frequencies = inverse_frequencies(spec.rope, spec.rope_dim).to(device)
+    frequencies = inverse_frequencies(spec.rope, spec.rope_dim, device)
     angles = torch.arange(positions, device=device, dtype=torch.float32)[:, None] * frequencies
     gain = table_gain(spec)
     return (angles.cos() * gain).to(dtype), (angles.sin() * gain).to(dtype)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ class RowPlan:
 
     def to(self, device: torch.device | str) -> RowPlan:
         """Copy every tensor to a device (asynchronously from pinned memory)."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)
@@ -107,7 +108,8 @@ def supervised_steps(mask: np.ndarray, ttt_steps: int) -> np.ndarray:
     index = np.arange(n)
     next_false = np.minimum.accumulate(np.where(mask, n, index)[::-1])[::-1]
     run = next_false - index  # trues in a row from here
-    return np.clip(run[1:] - 1, 0, ttt_steps)
+    steps: np.ndarray = np.clip(run[1:] - 1, 0, ttt_steps)
+    return steps
 
 
 def plan_rows(ids: Sequence[np.ndarray], masks: Sequence[np.ndarray], ttt_steps: int) -> RowPlan:

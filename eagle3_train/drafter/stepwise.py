@@ -6,13 +6,15 @@ step feeds the next through h, turns all records into a single matmul with an in
 of all steps. Records that lie one after the other in a `Stack` are used in place, without a copy.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
+
+from eagle3_train.drafter.matmul import weight_ops
 
 
 class Stack:
@@ -39,6 +41,10 @@ class Stack:
         # autograd view would be invalidated by writing another step.
         return self._views[k].detach()
 
+    def release(self) -> None:
+        """Let the memory go; who still holds a step keeps it alive."""
+        self._rows, self._views = None, ()
+
 
 Place = tuple[Stack, int]
 """Where a function puts a result: step k of a Stack."""
@@ -49,47 +55,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _continues(run: Tensor, rows: int, piece: Tensor) -> bool:
-    return (
-        run.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
-        and run.stride() == piece.stride()
-        and run.storage_offset() + rows * run.stride(0) == piece.storage_offset()
-    )
-
-
-def _runs(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Merge neighbouring pieces that continue each other in memory, on both sides."""
-    pairs = [pair for pair in pairs if len(pair[0])]
-    i = 0
-    while i < len(pairs):
-        (x, dy), rows, j = pairs[i], len(pairs[i][0]), i + 1
-        while j < len(pairs) and all(
-            _continues(a, rows, b) for a, b in zip((x, dy), pairs[j], strict=True)
-        ):
-            rows += len(pairs[j][0])
-            j += 1
-        yield tuple(
-            t.as_strided((rows, t.shape[1]), t.stride(), t.storage_offset()) for t in (x, dy)
-        )  # type: ignore[misc]
-        i = j
-
-
-def weight_gradient(pairs: Sequence[tuple[Tensor, Tensor]], weight: Tensor) -> Tensor:
-    """Sum of dy^T x over (x, dy) pairs, shaped like `weight`."""
-    total: Tensor | None = None
-    for x, dy in _runs(pairs):
-        total = torch.mm(dy.t(), x) if total is None else total.addmm_(dy.t(), x)
-    return torch.zeros_like(weight) if total is None else total
-
-
 class StepLinear:
     """y_k = x_k W^T (+ add_k) at every step k of one forward pass.
 
     `output` places y_k in a Stack so that a consumer may overwrite it with its gradient in backward.
     """
 
-    def __init__(self, weight: Tensor, steps: int, output: Stack | None = None) -> None:
+    def __init__(
+        self, weight: Tensor, steps: int, output: Stack | None = None, fp8: bool = False
+    ) -> None:
         self.weight = weight
+        self.ops = weight_ops(weight, fp8)
         self.output = output
         self.records: list[tuple[Tensor, Tensor] | None] = [None] * steps
 
@@ -101,35 +77,35 @@ class StepLinear:
 
     def forward(self, k: int, x: Tensor, add: Tensor | None) -> Tensor:
         """The product without autograd."""
-        out = self.output.step(k) if self.output else x.new_empty(len(x), len(self.weight))
-        if add is None:
-            return torch.mm(x, self.weight.t(), out=out)
-        return torch.addmm(add, x, self.weight.t(), out=out)
+        return self.ops.forward(x, add, self.output.step(k) if self.output else None)
 
     def record(self, k: int, x: Tensor, dy: Tensor) -> Tensor | None:
-        """Note one step's pair; at step 0 return the weight gradient of all steps."""
+        """Note one step's pair; at step 0 return the weight gradient of all steps and let the buffers go."""
         self.records[k] = (x, dy)
         if k:
             return None
         pairs = [pair for pair in self.records if pair is not None]
         self.records = []
-        return weight_gradient(pairs, self.weight)
+        gradient = self.ops.weight_gradient(pairs, None)
+        if self.output:
+            self.output.release()
+        return gradient
 
 
 class _StepLinear(Function):
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, add: Tensor | None, owner: StepLinear, k: int
+    def forward(
+        ctx: Any, x: Tensor, _weight: Tensor, add: Tensor | None, owner: StepLinear, k: int
     ) -> Tensor:
-        ctx.x, ctx.owner, ctx.k, ctx.weight = x.detach(), owner, k, weight.detach()
+        ctx.x, ctx.owner, ctx.k = x.detach(), owner, k
         return owner.forward(k, x, add)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         dy = dy.contiguous()
-        dx = torch.mm(dy, ctx.weight) if ctx.needs_input_grad[0] else None
+        dx = ctx.owner.ops.input_gradient(dy, None) if ctx.needs_input_grad[0] else None
         dw = ctx.owner.record(ctx.k, ctx.x, dy)
-        ctx.x = ctx.weight = None
+        ctx.x = None
         return dx, dw, dy if ctx.needs_input_grad[2] else None, None, None
 
 
@@ -162,12 +138,12 @@ class StepGather:
 
 class _StepGather(Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor | None, owner: StepGather, k: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, table: Tensor, index: Tensor | None, owner: StepGather, k: int) -> Tensor:
         ctx.like, ctx.index, ctx.owner, ctx.k = table.detach(), index, owner, k
         return table.clone() if index is None else table.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         total = ctx.owner.add(ctx.like, ctx.index, dy)
         if ctx.k:
             return None, None, None, None

@@ -71,16 +71,16 @@ class LayerPass:
         counts = rows.counts[: rows.steps]
         keys = [len(rows.context), *counts[1:]]
         self.attention = StepAttention(spec, queries, keys, rows.offsets, like)
-        self.projections: Projections = project(spec, layer.self_attn, rows, embedded)
-        self.out = StepLinear(layer.self_attn.o_proj.weight, rows.steps)
-        self.gate = StepLinear(
-            layer.mlp.gate_proj.weight, rows.steps, Stack(queries, len(like), like)
-        )
-        self.up = StepLinear(layer.mlp.up_proj.weight, rows.steps, Stack(queries, len(like), like))
-        self.down = GatedDown(layer.mlp.down_proj.weight, queries)
+        self.projections: Projections = project(spec, layer.self_attn, rows, embedded, drafter.fp8)
+
+        def linear(weight: Tensor) -> StepLinear:
+            return StepLinear(weight, rows.steps, Stack(queries, len(weight), like), drafter.fp8)
+
+        self.out = linear(layer.self_attn.o_proj.weight)
+        self.gate, self.up = linear(layer.mlp.gate_proj.weight), linear(layer.mlp.up_proj.weight)
+        self.down = GatedDown(layer.mlp.down_proj.weight, queries, drafter.fp8)
         self.norm, self.eps = layer.post_attention_layernorm.weight, spec.rms_norm_eps
         self.normed = Stack(queries, spec.hidden_size, like)
-        self.d_attended = Stack(queries, spec.hidden_size, like)
 
     def __call__(
         self,
@@ -95,9 +95,7 @@ class LayerPass:
         query = self.projections.query(k, picked)
         key_value = self.projections.key_value(k, normed)
         attended = self.out(k, self.attention(query, key_value, rows), residual)
-        residual, normed = norm_fork(
-            attended, self.norm, self.eps, (self.normed, k), (self.d_attended, k)
-        )
+        residual, normed = norm_fork(attended, self.norm, self.eps, (self.normed, k), consume=True)
         return self.down(k, self.gate(k, normed), self.up(k, normed), residual)
 
 
@@ -116,6 +114,16 @@ def fuse_aux(
     return F.linear(aux, drafter.fc.weight)
 
 
+def context_states(
+    drafter: DrafterWeights, aux: Float[Tensor, "states aux_hidden"], context: Int[Tensor, " rows"]
+) -> Float[Tensor, "rows hidden"]:
+    """h_0 of the context rows; when they are nearly all rows, picked after fc rather than copied before it."""
+    if len(context) < 0.95 * len(aux):
+        return fuse_aux(drafter, aux.index_select(0, context))
+    hidden = fuse_aux(drafter, aux)
+    return hidden if len(context) == len(aux) else hidden.index_select(0, context)
+
+
 def unroll(
     drafter: DrafterWeights, batch: PackedBatch, target: FrozenTarget
 ) -> list[Float[Tensor, "rows hidden"]]:
@@ -130,14 +138,11 @@ def unroll(
         for layer, e in zip(layers, [embedded, *[None] * (len(layers) - 1)], strict=True)
     ]
     aux = batch.aux_hidden_states
-    hidden = fuse_aux(
-        drafter, aux if len(aux) == len(rows.context) else aux.index_select(0, rows.context)
-    )
+    hidden = context_states(drafter, aux, rows.context)
     angle_type = wide(hidden.dtype)
     tables = rope_tables(spec, rows.max_position, hidden.device, angle_type)
     outputs = Stack(counts, spec.hidden_size, hidden)
     inputs = Stack((*counts[1:], 0), spec.hidden_size, hidden)
-    d_hidden = Stack(counts, spec.hidden_size, hidden)
 
     residual, normed = norm_fork(hidden, layers[0].state_norm.weight, eps)
     collected: list[Tensor] = []
@@ -166,7 +171,7 @@ def unroll(
                 following,
                 (inputs, k),
                 (outputs, k),
-                (d_hidden, k),
+                consume=True,
             )
         collected.append(output.clone() if spec.norm_output else output)  # the head overwrites it
     return collected
@@ -202,7 +207,14 @@ def training_step(
             keep = target.t2d.index_select(0, answers)
         weights = losses.row_weights(rows, options.decay, normaliser, keep, wide(states.dtype))
     loss, drafts = losses.draft_loss(
-        outputs, drafter.lm_head.weight, supervision, rows, weights, options.kind, metrics
+        outputs,
+        drafter.lm_head.weight,
+        supervision,
+        rows,
+        weights,
+        options.kind,
+        metrics,
+        drafter.fp8,
     )
     found = None
     if drafts is not None and answers is not None:

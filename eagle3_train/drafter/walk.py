@@ -31,7 +31,8 @@ class Acceptance:
     @property
     def expected_length(self) -> np.ndarray:
         """1 + accepted / rounds for K = 1 .. max drafts, bonus token included; 1 where nothing was walked."""
-        return 1 + self.accepted / np.maximum(self.rounds, 1)
+        length: np.ndarray = 1 + self.accepted / np.maximum(self.rounds, 1)
+        return length
 
 
 def answer_spans(starts: np.ndarray, begin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -79,4 +80,5 @@ def uniform_start_prefix_accuracy(accepted: np.ndarray, supervised: np.ndarray) 
     accepted int[N] leading hits of each start; supervised int[K] rows at each step.
     """
     hits = np.array([(accepted > k).sum() for k in range(len(supervised))])
-    return hits / np.maximum(supervised, 1)
+    share: np.ndarray = hits / np.maximum(supervised, 1)
+    return share

@@ -177,7 +177,8 @@ class AdamW(torch.optim.Optimizer):
                 inverse,
                 skip,
                 group["lr"],
-                *group["betas"],
+                group["betas"][0],
+                group["betas"][1],
                 group["eps"],
                 group["weight_decay"],
             )

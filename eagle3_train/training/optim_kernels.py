@@ -1,5 +1,8 @@
 """One fused AdamW pass over a bf16 parameter, its bf16 gradient and its fp32 master and moments (CUDA)."""
 
+# Triton functions are typed by Triton.
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+
 import triton
 import triton.language as tl
 from torch import Tensor

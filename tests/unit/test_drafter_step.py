@@ -10,6 +10,7 @@ import torch
 from eagle3_train.drafter import losses
 from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.losses import LossKind, LossOptions
+from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.drafter.reference import document_outputs, reference_loss
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
 from tests.unit.drafter_cases import (
@@ -71,7 +72,7 @@ def test_loss_and_gradients_equal_the_float64_reference(spec):
 @pytest.mark.parametrize("chunk_bytes", [1, 1 << 20])
 def test_every_loss_equals_the_reference_in_any_chunking(kind, chunk_bytes, monkeypatch):
     monkeypatch.setitem(losses._CHUNK_BYTES, "cpu", chunk_bytes)
-    monkeypatch.setattr(losses, "MIN_CHUNK_ROWS", 5)
+    monkeypatch.setitem(losses.MIN_CHUNK_ROWS, "cpu", 5)
     assert_step_equals_reference(llama_spec(), LossOptions(kind=kind, decay=0.7))
 
 
@@ -240,3 +241,29 @@ def test_a_step_leaves_no_tensor_behind():
         assert living() == before
     finally:
         gc.enable()
+
+
+def test_fp8_products_are_close_to_plain_ones():
+    spec = llama_spec(hidden_size=32, head_dim=16, intermediate_size=48, draft_vocab_size=32)
+    target, plain = (
+        make_target(spec).to("cpu", torch.bfloat16),
+        make_drafter(spec).to(torch.bfloat16),
+    )
+    rounded = Eagle3Drafter(spec, dtype=torch.bfloat16, fp8=True)
+    rounded.load_state_dict(plain.state_dict())
+    batch = pack(documents_of(spec), STEPS).to("cpu", torch.bfloat16)
+    losses_of = [d(batch, target, LossOptions(), 10.0).loss for d in (plain, rounded)]
+    for loss in losses_of:
+        loss.backward()
+    assert losses_of[1].item() == pytest.approx(losses_of[0].item(), rel=0.02)
+    for name, gradient in gradients(plain).items():
+        error = (gradients(rounded)[name] - gradient).float().norm() / gradient.float().norm()
+        assert 0 < error < 0.25, (name, error)
+
+
+def test_fp8_refuses_sizes_it_cannot_multiply():
+    spec = llama_spec()
+    batch = pack(documents_of(spec), STEPS).to("cpu", torch.bfloat16)
+    drafter = Eagle3Drafter(spec, dtype=torch.bfloat16, fp8=True)
+    with pytest.raises(ValueError, match="multiples of 16"):
+        drafter(batch, make_target(spec).to("cpu", torch.bfloat16), LossOptions(), 1.0)

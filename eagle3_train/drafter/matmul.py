@@ -1,0 +1,156 @@
+"""The three matrix products of a trained weight: forward, input gradient, weight gradient.
+
+`PlainWeight` multiplies in the tensors' own dtype. `Fp8Weight` rounds both operands to e4m3 with one scale per row of
+the first and per column of the second (`torch._scaled_mm`, bf16 out), each product along its own inner dimension.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""(x, dy) of each use of a weight."""
+
+
+class WeightOps(Protocol):
+    """Products with one weight [out, in]."""
+
+    weight: Tensor
+
+    def forward(self, x: Tensor, add: Tensor | None, out: Tensor | None) -> Tensor:
+        """x W^T (+ add), into `out` if given."""
+
+    def input_gradient(self, dy: Tensor, out: Tensor | None) -> Tensor:
+        """dy W, into `out` if given."""
+
+    def weight_gradient(self, pairs: Pairs, total: Tensor | None) -> Tensor:
+        """Sum of dy^T x, added to `total` (in place) if given."""
+
+
+def weight_ops(weight: Float[Tensor, "out in"], fp8: bool) -> WeightOps:
+    """The products of a weight in its own dtype, or in fp8."""
+    return Fp8Weight(weight) if fp8 else PlainWeight(weight)
+
+
+def _continues(run: Tensor, rows: int, piece: Tensor) -> bool:
+    return (
+        run.untyped_storage().data_ptr() == piece.untyped_storage().data_ptr()
+        and run.stride() == piece.stride()
+        and run.storage_offset() + rows * run.stride(0) == piece.storage_offset()
+    )
+
+
+def merged_runs(pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
+    """Merge neighbouring pairs that continue each other in memory, on both sides."""
+    pairs = [pair for pair in pairs if len(pair[0])]
+    i = 0
+    while i < len(pairs):
+        (x, dy), rows, j = pairs[i], len(pairs[i][0]), i + 1
+        while j < len(pairs) and all(
+            _continues(a, rows, b) for a, b in zip((x, dy), pairs[j], strict=True)
+        ):
+            rows += len(pairs[j][0])
+            j += 1
+        merged = [t.as_strided((rows, t.shape[1]), t.stride(), t.storage_offset()) for t in (x, dy)]
+        yield merged[0], merged[1]
+        i = j
+
+
+class PlainWeight:
+    """Products in the weight's dtype."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight.detach()
+
+    def forward(self, x: Tensor, add: Tensor | None, out: Tensor | None) -> Tensor:
+        """x W^T (+ add)."""
+        out = x.new_empty(len(x), len(self.weight)) if out is None else out
+        if add is None:
+            return torch.mm(x, self.weight.t(), out=out)
+        return torch.addmm(add, x, self.weight.t(), out=out)
+
+    def input_gradient(self, dy: Tensor, out: Tensor | None) -> Tensor:
+        """dy W."""
+        return torch.mm(dy, self.weight) if out is None else torch.mm(dy, self.weight, out=out)
+
+    def weight_gradient(self, pairs: Pairs, total: Tensor | None) -> Tensor:
+        """Sum of dy^T x: one product per run of memory."""
+        for x, dy in merged_runs(pairs):
+            total = torch.mm(dy.t(), x) if total is None else total.addmm_(dy.t(), x)
+        return torch.zeros_like(self.weight) if total is None else total
+
+
+class Fp8Weight:
+    """Products in fp8. The weight is rounded once per direction and forward pass."""
+
+    def __init__(self, weight: Tensor) -> None:
+        if any(size % 16 for size in weight.shape):
+            raise ValueError(
+                f"fp8 needs weight sizes that are multiples of 16, got {tuple(weight.shape)}."
+            )
+        self.weight = weight.detach()
+
+    @cached_property
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        return round_rows(self.weight)
+
+    @cached_property
+    def _columns(self) -> tuple[Tensor, Tensor]:
+        return round_columns(self.weight)
+
+    def forward(self, x: Tensor, add: Tensor | None, out: Tensor | None) -> Tensor:
+        """x W^T (+ add)."""
+        y = _scaled(round_rows(x), self._rows)
+        if add is not None:
+            return torch.add(y, add, out=out)
+        return y if out is None else out.copy_(y)
+
+    def input_gradient(self, dy: Tensor, out: Tensor | None) -> Tensor:
+        """dy W."""
+        dx = _scaled(round_rows(dy), self._columns)
+        return dx if out is None else out.copy_(dx)
+
+    def weight_gradient(self, pairs: Pairs, total: Tensor | None) -> Tensor:
+        """Sum of dy^T x."""
+        for x, dy in merged_runs(pairs):
+            part = _scaled(round_columns(dy), round_columns(x))
+            total = part if total is None else total.add_(part)
+        return torch.zeros_like(self.weight) if total is None else total
+
+
+E4M3_MAX = 448.0
+
+
+def _scaled(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
+    """a b^T of rounded operands [rows, inner] with scales [rows, 1]."""
+    if a[0].is_cuda:
+        return torch._scaled_mm(
+            a[0], b[0].t(), a[1], b[1].t(), out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+    return (a[0].float() * a[1]).to(torch.bfloat16) @ (b[0].float() * b[1]).to(torch.bfloat16).t()
+
+
+def round_rows(x: Float[Tensor, "rows inner"]) -> tuple[Tensor, Float[Tensor, "rows 1"]]:
+    """x in e4m3, and the scale of each row."""
+    if x.is_cuda:
+        from eagle3_train.drafter import fp8_kernels
+
+        return fp8_kernels.round_rows(x)
+    scale = x.abs().amax(1, keepdim=True).float().clamp_min(1e-12) / E4M3_MAX
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def round_columns(
+    x: Float[Tensor, "inner columns"],
+) -> tuple[Tensor, Float[Tensor, "columns 1"]]:
+    """x^T in e4m3, and the scale of each column of x; rows are padded with zeros to a multiple of 16."""
+    if x.is_cuda:
+        from eagle3_train.drafter import fp8_kernels
+
+        return fp8_kernels.round_columns(x)
+    padded = torch.cat([x, x.new_zeros(-len(x) % 16, x.shape[1])])
+    return round_rows(padded.t().contiguous())
