@@ -49,6 +49,7 @@ Json = dict[str, Any]
 Passes = dict[tuple[str, int], Measurement]
 """Measurement of (dataset, concurrency)."""
 
+WARM_UP_TOKENS = 32
 GAP = 0.05
 # The untrained drafter is slow and only its acceptance matters, which does not depend on concurrency.
 UNTRAINED_CONCURRENCY = 8
@@ -172,10 +173,11 @@ def measure_all(
     config: JobConfig, engine: Server, prompts: Prompts, concurrency: Sequence[int]
 ) -> Passes:
     """Every dataset at every concurrency, after a short warm-up."""
-    first = next(iter(prompts.values()))[0]
-    engine.answer([replace(requests(config, [first])[0], max_new_tokens=8)], 1)
     passes: Passes = {}
+    first = requests(config, next(iter(prompts.values())))[0]
     for count in concurrency:
+        warm = [replace(first, id=str(i), max_new_tokens=WARM_UP_TOKENS) for i in range(count)]
+        engine.answer(warm, count)
         for name, group in prompts.items():
             passes[name, count] = measure(engine, requests(config, group), count)
             log.info("evaluate: %s x%d | %.1f tok/s", name, count, passes[name, count].tokens_per_s)

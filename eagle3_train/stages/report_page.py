@@ -201,7 +201,7 @@ def _time(_: list[Json], summary: Json) -> Figure | None:
     if waiting and "train" in names:
         index = names.index("train")
         axes.barh(["train"], [seconds[index] * waiting], 0.6, color=AMBER, label="waiting for data")
-        axes.legend(loc="lower right")
+        figure.legend(loc="outside lower right")
     axes.bar_label(bars, [f"{s:.0f} s" for s in seconds], padding=4, color=MUTED)
     axes.margins(x=0.14)
     axes.invert_yaxis()
