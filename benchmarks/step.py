@@ -12,20 +12,30 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "step.jsonl"
+LOCK = Path("/tmp/eagle3-step-benchmark.lock")
+LLAMA = ("ours", "ours-fp8", "specforge"), ("torchspec", "speculators", "specforge+compact")
 PLAN = {
-    "llama8b": ([0.35, 0.6, 0.9], ["specforge", "specforge+compact", "torchspec", "speculators"]),
-    "kimi": ([0.6], ["specforge", "torchspec", "speculators"]),
-    "ragged": ([0.6], ["specforge", "torchspec", "speculators"]),
+    "llama8b": ([0.35, 0.6, 0.9], LLAMA),
+    "kimi": ([0.6], (("ours", "specforge"), ("torchspec", "speculators"))),
+    "ragged": ([0.6], (("ours", "specforge"), ("torchspec",), ("speculators",))),
+    "kimi-32k": ([0.6], (("ours",),)),
 }
+"""Per shape: supervised fractions, and the implementations in rounds that fit the memory side by side."""
+PARITY = (
+    "--device cuda --dtype bfloat16 --hidden 256 --inter 512 --heads 4 --kv-heads 2 --head-dim 64 --vocab 4096 "
+    "--draft-vocab 1024 --oov-scale 0.05 --ttt 4 --batch 2 --seq 256 --iters 1 --warmup 0 --backend flex_attention"
+)
 
 
 def _environment(peers: Path | None, impl: str) -> dict[str, str]:
@@ -58,11 +68,19 @@ def _launch(
     )
 
 
-def run_shape(
-    shape: str, fractions: list[float], impls: list[str], options: argparse.Namespace
+def run_round(
+    shape: str,
+    fractions: list[float],
+    impls: tuple[str, ...],
+    options: argparse.Namespace,
+    parity: bool,
 ) -> list[dict[str, object]]:
-    """All implementations of one shape. They set up together and are timed one at a time (a file lock)."""
-    running = {impl: _launch(impl, shape, fractions, options) for impl in impls}
+    """Implementations that set up together and are timed one at a time (a file lock)."""
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        running = {impl: _launch(impl, shape, fractions, options) for impl in impls}
+        if parity:
+            check_parity(options)
     records: list[dict[str, object]] = []
     for impl, process in running.items():
         out, _ = process.communicate()
@@ -71,6 +89,41 @@ def run_shape(
             print(f"--- {impl} on {shape} (exit {process.returncode})\n{out[-3500:]}", flush=True)
         records += found
     return records
+
+
+def check_parity(options: argparse.Namespace) -> None:
+    """Our loss and gradients against SpecForge's and TorchSpec's, on their inputs and under their mask rule."""
+    drivers, environments = options.peers / "drivers", {}
+    for peer in ("specforge", "torchspec"):
+        env = _environment(options.peers, peer)
+        environments[peer] = {
+            **env,
+            "PYTHONPATH": f"{env['PYTHONPATH']}:{env['BENCH_PYTHONPATH_TAIL']}",
+        }
+    dumps = {peer: Path(tempfile.gettempdir()) / f"parity-{peer}.pt" for peer in environments}
+    running = [
+        subprocess.Popen(
+            [sys.executable, drivers / f"bench_{peer}_step.py", *PARITY.split(), "--dump", dumps[peer]],
+            env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )
+        for peer, env in environments.items()
+    ]  # fmt: skip
+    for process in running:
+        process.wait()
+    for peer, env in environments.items():
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.step_parity",
+            dumps[peer],
+            "--drivers",
+            drivers,
+        ]
+        command += ["--ours-dtype", "bfloat16", *PARITY.split()]
+        done = subprocess.run(
+            command, env=env, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        print("PARITY", done.stdout.strip() or done.stderr[-800:], flush=True)
 
 
 def table(records: list[dict[str, object]]) -> str:
@@ -120,20 +173,26 @@ def main() -> None:
             check=False,
         ).stdout.strip()
     )
-    shapes = list(PLAN) if options.all else options.shapes
     records: list[dict[str, object]] = []
-    for shape in shapes:
-        fractions, peers = PLAN.get(shape, ([0.6], []))
-        impls = options.impls or ["ours", *(peers if options.peers else [])]
-        started = time.monotonic()
-        found = run_shape(shape, options.supervised or fractions, impls, options)
+    parity = options.all and options.peers is not None
+    for shape in PLAN if options.all else options.shapes:
+        fractions, rounds = PLAN[shape]
+        if options.impls:
+            rounds = (tuple(options.impls),)
+        elif options.peers is None:
+            rounds = (tuple(impl for impls in rounds for impl in impls if impl.startswith("ours")),)
+        started, found = time.monotonic(), []
+        for impls in rounds:
+            found += run_round(shape, options.supervised or fractions, impls, options, parity)
+            parity = False
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        records += [{**r, "commit": commit, "date": date} for r in found]
+        found = [{**r, "commit": commit, "date": date} for r in found]
+        records += found
         print(f"{shape}: {len(found)} results in {time.monotonic() - started:.0f} s", flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)
         with options.out.open("a") as file:
-            file.writelines(json.dumps(r) + "\n" for r in records[-len(found) :] if found)
-        print(table(records), flush=True)
+            file.writelines(json.dumps(r) + "\n" for r in found)
+    print(table(records), flush=True)
 
 
 if __name__ == "__main__":

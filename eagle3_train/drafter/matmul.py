@@ -104,20 +104,20 @@ class Fp8Weight:
 
     def forward(self, x: Tensor, add: Tensor | None, out: Tensor | None) -> Tensor:
         """x W^T (+ add)."""
-        y = _scaled(round_rows(x), self._rows)
+        y = _scaled(round_rows(x), self._rows, x.dtype)
         if add is not None:
             return torch.add(y, add, out=out)
         return y if out is None else out.copy_(y)
 
     def input_gradient(self, dy: Tensor, out: Tensor | None) -> Tensor:
         """dy W."""
-        dx = _scaled(round_rows(dy), self._columns)
+        dx = _scaled(round_rows(dy), self._columns, dy.dtype)
         return dx if out is None else out.copy_(dx)
 
     def weight_gradient(self, pairs: Pairs, total: Tensor | None) -> Tensor:
         """Sum of dy^T x."""
         for x, dy in merged_runs(pairs):
-            part = _scaled(round_columns(dy), round_columns(x))
+            part = _scaled(round_columns(dy), round_columns(x), dy.dtype)
             total = part if total is None else total.add_(part)
         return torch.zeros_like(self.weight) if total is None else total
 
@@ -125,13 +125,13 @@ class Fp8Weight:
 E4M3_MAX = 448.0
 
 
-def _scaled(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> Tensor:
-    """a b^T of rounded operands [rows, inner] with scales [rows, 1]."""
+def _scaled(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """a b^T of rounded operands [rows, inner] with scales [rows, 1]; off CUDA the same rounding, multiplied in fp32."""
     if a[0].is_cuda:
         return torch._scaled_mm(
-            a[0], b[0].t(), a[1], b[1].t(), out_dtype=torch.bfloat16, use_fast_accum=True
+            a[0], b[0].t(), a[1], b[1].t(), out_dtype=dtype, use_fast_accum=True
         )
-    return (a[0].float() * a[1]).to(torch.bfloat16) @ (b[0].float() * b[1]).to(torch.bfloat16).t()
+    return ((a[0].float() * a[1]) @ (b[0].float() * b[1]).t()).to(dtype)
 
 
 def round_rows(x: Float[Tensor, "rows inner"]) -> tuple[Tensor, Float[Tensor, "rows 1"]]:

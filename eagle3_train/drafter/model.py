@@ -40,16 +40,14 @@ def init_from_target(
 ) -> None:
     """Initialise in place: head and final norm are the target's, h_0 starts as the highest auxiliary state.
 
-    The branches (o_proj, down_proj) start small, so early training sees the target's own stream.
+    Measured beside a random fc, the mean of the states and smaller branches (docs/log.md): least held-out
+    loss and longest expected acceptance after 60 steps.
     """
-    for name, parameter in drafter.named_parameters():
+    for parameter in drafter.parameters():
         if parameter.ndim == 1:
             nn.init.ones_(parameter)
-            continue
-        std = parameter.shape[1] ** -0.5
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
-            std *= 0.1
-        nn.init.normal_(parameter, std=std, generator=generator)
+        else:
+            nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5, generator=generator)
     width = drafter.spec.hidden_size
     drafter.fc.weight.mul_(0.1)[:, -width:].add_(torch.eye(width, device=drafter.fc.weight.device))
     drafter.lm_head.weight.copy_(target.draft_head)

@@ -1,0 +1,196 @@
+"""Training on a target's real states: does fp8 cost loss, and which initialisation starts best?
+
+  python benchmarks/step_real.py --target models/smollm2-135m-instruct --rollout runs/demo/rollout --steps 500 plain fp8 plain@1
+
+A variant is NAME[@SEED]; the seed orders the data, so plain and plain@1 show what noise is. States are captured with
+Transformers once and kept in --cache. Prints one JSON line per variant: mean loss per hundred steps, held-out loss and
+expected acceptance length before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from eagle3_train.drafter.frozen import FrozenTarget
+from eagle3_train.drafter.losses import LossOptions
+from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
+from eagle3_train.drafter.rows import PackedBatch, plan_rows
+from eagle3_train.drafter.spec import DrafterSpec
+from eagle3_train.drafter.walk import walk_answers
+from eagle3_train.target.derive import drafter_spec
+from eagle3_train.training.optim import AdamW, learning_rate
+
+Document = dict[str, Tensor]
+
+
+def capture(target: Path, rollout: Path, cache: Path) -> dict[str, Any]:
+    """Every rollout's ids, mask and states, and the target's tensors; read from `cache` when it is there."""
+    if cache.exists():
+        return torch.load(cache)  # type: ignore[no-any-return]
+    import pyarrow.parquet as parquet
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
+    layers = model.config.num_hidden_layers
+    documents = []
+    for path in sorted((rollout / "samples").glob("*.parquet")):
+        for row in parquet.read_table(path).to_pylist():
+            ids = torch.tensor(row["input_ids"])
+            with torch.no_grad():
+                out = model.model(ids[None, :-1], output_hidden_states=True)
+            aux = torch.cat([out.hidden_states[b][0] for b in (2, layers // 2, layers - 3)], -1)
+            last = out.last_hidden_state[0]  # after the final norm
+            documents.append(
+                {"ids": ids, "mask": torch.tensor(row["loss_mask"]), "aux": aux, "last": last}
+            )
+    mapping = load_file(rollout / "draft_vocab.safetensors")
+    found = {
+        "documents": documents,
+        "embed": model.get_input_embeddings().weight.detach(),
+        "head": model.lm_head.weight.detach(),
+        "norm": model.model.norm.weight.detach(),
+        "eps": model.config.rms_norm_eps,
+        "d2t": mapping["d2t"],
+        "t2d": mapping["t2d"],
+    }
+    torch.save(found, cache)
+    return found
+
+
+def batch_of(documents: list[Document], steps: int, device: str, dtype: torch.dtype) -> PackedBatch:
+    """Documents packed on the device."""
+    plan = plan_rows(
+        [d["ids"].numpy() for d in documents], [d["mask"].numpy() for d in documents], steps
+    )
+    aux, last = (torch.cat([d[key] for d in documents]) for key in ("aux", "last"))
+    return PackedBatch(plan, aux, last).to(device, dtype)
+
+
+def packs_of(documents: list[Document], tokens: int, seed: int, steps: int) -> list[list[Document]]:
+    """`steps` packs of about `tokens` states, epochs in their own order."""
+    g, packs, pack = np.random.default_rng(seed), [], []
+    while len(packs) < steps:
+        for i in g.permutation(len(documents)):
+            pack.append(documents[int(i)])
+            if sum(len(d["last"]) for d in pack) >= tokens:
+                packs.append(pack)
+                pack = []
+    return packs[:steps]
+
+
+@torch.no_grad()
+def held_out(
+    drafter: Eagle3Drafter, batch: PackedBatch, target: FrozenTarget
+) -> tuple[float, float]:
+    """Loss per supervised start and expected acceptance length."""
+    out = drafter(batch, target, LossOptions(), float(batch.rows.supervised_starts), metrics=True)
+    assert out.metrics is not None
+    starts = batch.rows.starts.cpu()
+    begin = batch.rows.begin.cpu()[starts]
+    walked = walk_answers(
+        out.metrics.accepted.cpu().numpy(), starts.numpy(), begin.numpy(), batch.rows.steps
+    )
+    return float(out.loss), float(walked.expected_length[-1])
+
+
+def initialise(name: str, drafter: Eagle3Drafter, target: FrozenTarget, norm: Tensor) -> None:
+    """The initialisation a variant names; everything but `init-*` takes the project's own."""
+    init_from_target(drafter, target, torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        drafter.norm.weight.copy_(norm)
+        width, layer = drafter.spec.hidden_size, drafter.midlayer
+        if name in ("init-random", "init-random-small"):
+            torch.nn.init.normal_(drafter.fc.weight, std=drafter.fc.weight.shape[1] ** -0.5)
+        if name == "init-mean":
+            eye = torch.eye(width).repeat(1, drafter.spec.num_aux)
+            drafter.fc.weight.copy_(eye / drafter.spec.num_aux)
+        if name == "init-tenth":
+            drafter.fc.weight.mul_(0.1)
+        if name in ("init-small", "init-random-small", "init-zero"):
+            for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
+                weight.mul_(0 if name == "init-zero" else 0.1)
+
+
+def train(
+    variant: str, data: dict[str, Any], spec: DrafterSpec, options: argparse.Namespace
+) -> dict[str, object]:
+    """One drafter from initialisation to the last step."""
+    name, _, seed = variant.partition("@")
+    device, dtype = options.device, getattr(torch, options.dtype)
+    target = FrozenTarget(data["embed"], data["head"], None, data["eps"], data["d2t"], data["t2d"])
+    drafter = Eagle3Drafter(spec, fp8=name == "fp8")
+    initialise(name, drafter, target, data["norm"])
+    drafter, target = drafter.to(device, dtype), target.to(device, dtype)
+    documents = data["documents"]
+    test = batch_of(documents[::10], options.ttt, device, dtype)
+    training = [d for i, d in enumerate(documents) if i % 10]
+    optimizer = AdamW(drafter.parameters(), lr=options.lr)
+    before, losses, started = held_out(drafter, test, target), [], time.monotonic()
+    for step, pack in enumerate(packs_of(training, options.tokens, int(seed or 0), options.steps)):
+        batch = batch_of(pack, options.ttt, device, dtype)
+        loss = drafter(
+            batch, target, LossOptions(), float(max(batch.rows.supervised_starts, 1))
+        ).loss
+        loss.backward()
+        rate = learning_rate(
+            step + 1, peak=options.lr, warmup=20, total=options.steps, decay="cosine", floor=0.1
+        )
+        optimizer.set_lr(rate)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    means = torch.stack(losses).float().split(max(1, options.steps // 5))
+    after = held_out(drafter, test, target)
+    return {
+        "variant": variant,
+        "loss_by_fifth": [round(float(part.mean()), 4) for part in means],
+        "held_out_loss": [round(before[0], 4), round(after[0], 4)],
+        "expected_length": [round(before[1], 4), round(after[1], 4)],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+
+
+def main() -> None:
+    """Capture once, train every variant, print a line each."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("variants", nargs="+")
+    parser.add_argument("--target", type=Path, required=True)
+    parser.add_argument("--rollout", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, default=Path("/tmp/step-real.pt"))
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--tokens", type=int, default=250)
+    parser.add_argument("--ttt", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32")
+    options = parser.parse_args()
+    data = capture(options.target, options.rollout, options.cache)
+    spec = spec_for(options.target, len(data["d2t"]))
+    for variant in options.variants:
+        print(json.dumps(train(variant, data, spec, options)), flush=True)
+
+
+def spec_for(target: Path, draft_vocab: int) -> DrafterSpec:
+    """The drafter the project would derive for this target."""
+    from eagle3_train.config import DrafterConfig
+    from eagle3_train.target.facts import read_facts
+
+    return drafter_spec(read_facts(target), DrafterConfig(draft_vocab_size=draft_vocab))
+
+
+if __name__ == "__main__":
+    main()
