@@ -64,10 +64,11 @@ def read_timings(run: RunDir) -> dict[str, float]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every object of metrics.jsonl, oldest first."""
+    """Every object of metrics.jsonl, oldest first; a last line torn by a kill is left out."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    whole, _, _ = path.read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 class MetricsLog:

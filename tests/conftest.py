@@ -28,17 +28,17 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster() -> Iterator[None]:
-    """One local cluster, dashboard on, with more logical CPUs than this machine may have."""
+def ray_cluster() -> Iterator[str]:
+    """Dashboard address of one local cluster, with more logical CPUs than this machine may have."""
     import ray
 
     folders = (Path(__file__).parent.parent, Path(__file__).parent / "integration")
-    ray.init(
+    context = ray.init(
         num_cpus=4,
         include_dashboard=True,
         object_store_memory=512 << 20,
         log_to_driver=False,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(map(str, folders))}},
     )
-    yield
+    yield f"http://{context.dashboard_url}"
     ray.shutdown()

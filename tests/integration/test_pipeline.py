@@ -125,11 +125,7 @@ def test_the_drafter_learns(finished: Path) -> None:
 
 
 def test_no_hidden_state_is_left_on_disk_or_in_shared_memory(finished: Path) -> None:
-    big = [
-        file
-        for file in finished.rglob("*")
-        if file.is_file() and "hidden" in file.name.lower()
-    ]
+    big = [file for file in finished.rglob("*") if file.is_file() and "hidden" in file.name.lower()]
     assert big == []
     assert [f for f in Path("/dev/shm").iterdir() if f.name.startswith("eagle3")] == []
 
