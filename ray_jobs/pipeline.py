@@ -14,6 +14,7 @@ def job(config: JobConfig) -> None:
     """The engines that answer the prompts stay loaded and capture for training."""
     run = RunDir(config.run_path)
     preflight.require(config)
+    rollout.check(config)
     cli.connect()
     if not (rollout.is_complete(config) and train.is_complete(config)):
         with cli.engines(config, capture=True) as pool:

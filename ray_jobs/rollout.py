@@ -2,13 +2,17 @@
 
 from eagle3_train.config import JobConfig
 from eagle3_train.rundir import RunDir
-from eagle3_train.runlog import stage_timer
+from eagle3_train.runlog import log, stage_timer
 from eagle3_train.stages import rollout
 from ray_jobs import cli
 
 
 def job(config: JobConfig) -> None:
     """Answer every prompt that has no committed answer yet."""
+    if rollout.is_complete(config):
+        log.info("rollout: already complete")
+        return
+    rollout.check(config)
     cli.connect()
     with (
         stage_timer(RunDir(config.run_path), "rollout"),

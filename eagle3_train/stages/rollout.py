@@ -77,18 +77,33 @@ def run(config: JobConfig, pool: Any) -> Json:
     return state
 
 
+def check(config: JobConfig) -> None:
+    """Raise ValueError when the corpus is unusable or answers of other settings exist; needs no engine."""
+    _check_inputs(config)
+    _given_prompts(config)
+
+
+def _given_prompts(config: JobConfig) -> list[Prompt]:
+    """Prompts of the sources, accounted for; none when the target writes all of them."""
+    paths = RunDir(config.run_path)
+    if config.rollout.self_synthesised and not config.corpus.sources:
+        return []
+    loaded = load_prompts(
+        config.corpus, _tokenizer(config), config.target.trust_remote_code, paths.quarantine
+    )
+    loaded.accounting.save(paths.accounting)
+    return loaded.prompts
+
+
 def _prompts(config: JobConfig, renderer: Renderer, answers: Answers) -> list[Prompt]:
     """What the sources hold and what the target writes itself, each once."""
-    paths = RunDir(config.run_path)
-    given: list[Prompt] = []
-    if config.corpus.sources or not config.rollout.self_synthesised:
-        loaded = load_prompts(
-            config.corpus, _tokenizer(config), config.target.trust_remote_code, paths.quarantine
-        )
-        loaded.accounting.save(paths.accounting)
-        given = loaded.prompts
+    given = _given_prompts(config)
     own = synthesise(
-        config.rollout, renderer, config.corpus.max_len, answers.all, paths.synthesised
+        config.rollout,
+        renderer,
+        config.corpus.max_len,
+        answers.all,
+        RunDir(config.run_path).synthesised,
     )
     return list({prompt.id: prompt for prompt in [*given, *own]}.values())
 
