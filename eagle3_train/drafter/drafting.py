@@ -22,7 +22,7 @@ def draft_logits(
     aux: Float[Tensor, "states aux_hidden"],
     start: int,
     num_tokens: int,
-    forced: Int[Tensor, " drafts"] | None = None,
+    forced: Int[Tensor, " forced"] | None = None,
 ) -> tuple[list[int], Float[Tensor, "drafts draft_vocab"]]:
     """Target ids of `num_tokens` drafts for x[start+2..], and the logits they were chosen from.
 

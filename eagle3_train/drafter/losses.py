@@ -167,7 +167,7 @@ def _joined(pieces: Sequence[Tensor]) -> Tensor:
 
 
 def draft_loss(
-    head_inputs: Sequence[Float[Tensor, "rows hidden"]],
+    head_inputs: Sequence[Float[Tensor, "_ hidden"]],
     weight: Float[Tensor, "draft_vocab hidden"],
     supervision: Teacher,
     rows: RowPlan,

@@ -6,7 +6,7 @@ the first and per column of the second (`torch._scaled_mm`, bf16 out), each prod
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -16,6 +16,7 @@ Pairs = Sequence[tuple[Tensor, Tensor]]
 """(x, dy) of each use of a weight."""
 
 
+@runtime_checkable
 class WeightOps(Protocol):
     """Products with one weight [out, in]."""
 

@@ -5,7 +5,7 @@ its share of every product is computed once per token ("table") and gathered per
 is multiplied at each step. Deeper layers read the residual stream only and have no table.
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -19,6 +19,7 @@ from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.drafter.stepwise import StepGather, StepLinear
 
 
+@runtime_checkable
 class Projections(Protocol):
     """What a layer's attention needs at step k."""
 
@@ -37,7 +38,7 @@ class InputLinear:
         weight: Tensor,
         steps: int,
         embedded: Float[Tensor, "rows hidden"] | None,
-        index: list[Int[Tensor, " picked"] | None],
+        index: list[Int[Tensor, "_"] | None],
         fp8: bool,
     ) -> None:
         self._gather, self._table, self._index = StepGather(), None, index

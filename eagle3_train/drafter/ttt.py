@@ -126,7 +126,7 @@ def context_states(
 
 def unroll(
     drafter: DrafterWeights, batch: PackedBatch, target: FrozenTarget
-) -> list[Float[Tensor, "rows hidden"]]:
+) -> list[Float[Tensor, "_ hidden"]]:
     """Normed outputs of every step, ready for the draft head: one tensor per step, in one Stack."""
     rows, spec, layers = batch.rows, drafter.spec, drafter.decoder_layers
     steps, starts, eps = rows.steps, rows.starts, spec.rms_norm_eps
