@@ -26,7 +26,7 @@ def job(config: JobConfig) -> None:
         export.run(config)
     with stage_timer(run, "evaluate"):
         evaluate.run(config)
-    report.run(config)
+    print(report.card(report.run(config)))
 
 
 if __name__ == "__main__":
