@@ -23,6 +23,7 @@ import torch
 
 from eagle3_train.engines import versions
 from eagle3_train.engines.capture import Captured, CapturedPack, Captures
+from eagle3_train.engines.guard import Guard
 from eagle3_train.engines.launch import EngineError, batched_tokens, check, launch
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.engines.worker import Drafted
@@ -186,6 +187,7 @@ class Engine:
             self._fail_all(EngineError(str(error)))
             ready.set_exception(error)
             return
+        guard = Guard()
         ready.set_result(None)
         try:
             while not self._closing and self._death is None:
@@ -197,6 +199,7 @@ class Engine:
             self._fail_all(EngineError(f"{versions.name()} died: {error!r}"))
         finally:
             versions.shut_down(self._llm)
+            guard.release()
             del self._llm
 
     def _admit(self) -> None:
