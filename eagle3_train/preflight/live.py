@@ -141,8 +141,8 @@ def live_checks(config: JobConfig, facts: TargetFacts) -> list[Check]:
     started = time.monotonic()
     checks: list[Check] = []
     try:
-        spec = _capture_spec(config, facts)
-        answers, alone, more = _captured(config, facts, spec)
+        spec = capture_spec(config, facts)
+        answers, alone, more = captured_answers(config, facts, spec)
         checks += more
         if alone:
             checks.append(teacher_parity(answers, read_frozen(facts.path), facts.rms_norm_eps))
@@ -163,7 +163,7 @@ def _engine(spec: EngineSpec) -> Iterator[Engine]:
         engine.close()
 
 
-def _capture_spec(config: JobConfig, facts: TargetFacts) -> EngineSpec:
+def capture_spec(config: JobConfig, facts: TargetFacts) -> EngineSpec:
     """The job's capture engine, its core in this process."""
     engine = config.engine
     return EngineSpec(
@@ -187,7 +187,7 @@ def _capture_spec(config: JobConfig, facts: TargetFacts) -> EngineSpec:
     )
 
 
-def _captured(
+def captured_answers(
     config: JobConfig, facts: TargetFacts, spec: EngineSpec
 ) -> tuple[list[Answer], list[Tensor], list[Check]]:
     """Answers with their states, the same samples prefilled alone, and what can be said of both."""
@@ -220,6 +220,18 @@ def _captured(
     return answers, alone, checks
 
 
+def untrained_drafter(config: JobConfig, facts: TargetFacts) -> tuple[Eagle3Drafter, FrozenTarget]:
+    """The configured drafter before its first step, float32; a reduced vocabulary takes every n-th token."""
+    shape = drafter_spec(facts, config.drafter)
+    weights = read_frozen(facts.path, torch.float32)
+    chosen = torch.arange(shape.draft_vocab_size) * shape.vocab_size // shape.draft_vocab_size
+    d2t = None if shape.full_vocab else chosen - torch.arange(shape.draft_vocab_size)
+    target = FrozenTarget(*weights, norm_eps=facts.rms_norm_eps, d2t=d2t)
+    drafter = Eagle3Drafter(shape)
+    init_from_target(drafter, target, torch.Generator().manual_seed(config.train.seed))
+    return drafter, target
+
+
 def _prefill(engine: Engine, answers: Sequence[Answer]) -> list[Tensor]:
     """States of the answers' tokens, read in one go."""
     pack = engine.capture([np.asarray(answer.ids[:-1], dtype=np.int32) for answer in answers])
@@ -241,6 +253,8 @@ def _stressed(
         chunked_prefill=True,
         max_num_batched_tokens=CHUNK_TOKENS,
         max_num_seqs=min(spec.max_num_seqs, 8),
+        # The CPU backend's blocks of 128 tokens are longer than a sample, so nothing would hit.
+        block_size=None if torch.cuda.is_available() else 32,
     )
     with _engine(small) as engine:
         chunked = [states for answer in answers for states in _prefill(engine, [answer])]
@@ -252,13 +266,7 @@ def _served(
     config: JobConfig, facts: TargetFacts, spec: EngineSpec, answers: list[Answer]
 ) -> list[Check]:
     """An untrained drafter, exported and served: the same answers, and the drafts we compute ourselves."""
-    shape = drafter_spec(facts, config.drafter)
-    weights = read_frozen(facts.path, torch.float32)
-    chosen = torch.arange(shape.draft_vocab_size) * shape.vocab_size // shape.draft_vocab_size
-    d2t = None if shape.full_vocab else chosen - torch.arange(shape.draft_vocab_size)
-    target = FrozenTarget(*weights, norm_eps=facts.rms_norm_eps, d2t=d2t)
-    drafter = Eagle3Drafter(shape)
-    init_from_target(drafter, target, torch.Generator().manual_seed(config.train.seed))
+    drafter, target = untrained_drafter(config, facts)
     exact = spec.capture_dtype == "float32"
     if not exact:
         drafter.bfloat16().float()  # what the engine will read
@@ -272,9 +280,9 @@ def _served(
         )
         write_checkpoint(
             directory,
-            shape,
+            drafter.spec,
             drafter.state_dict(),
-            d2t,
+            target.d2t,
             spec.boundaries[:-1],
             served,
             "float32" if exact else "bfloat16",
