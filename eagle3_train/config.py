@@ -166,7 +166,7 @@ class EngineConfig(Section):
     start_timeout_s: PositiveFloat = 1800.0
     """Longest wait for a replica to load."""
     request_timeout_s: PositiveFloat = 1800.0
-    """Longest wait for one request before its replica counts as dead."""
+    """Longest single engine step before its replica counts as dead."""
     max_replacements: NonNegativeInt = 3
     """Dead replicas replaced before the job gives up."""
 

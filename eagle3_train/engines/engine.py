@@ -24,7 +24,13 @@ import torch
 from eagle3_train.engines import versions
 from eagle3_train.engines.capture import Captured, CapturedPack, Captures
 from eagle3_train.engines.guard import Guard
-from eagle3_train.engines.launch import EngineError, batched_tokens, check, launch
+from eagle3_train.engines.launch import (
+    EngineError,
+    arena_bytes,
+    check,
+    launch,
+    sampling_params,
+)
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.engines.worker import Drafted
 from eagle3_train.records import EngineFacts, Generation
@@ -74,13 +80,13 @@ class Engine:
         self._gate = threading.Lock()  # nothing is queued once `_death` is set
         self._death: EngineError | None = None
         self._closing = False
-        self.last_step = time.monotonic()
+        self._heartbeat = time.monotonic()
         self._captures: Captures | None = None
         if spec.purpose == "capture":
             self._captures = Captures(
                 (len(spec.boundaries), self._target.hidden_size),
                 getattr(torch, spec.capture_dtype),
-                spec.arena_bytes or self._default_arena_bytes(),
+                arena_bytes(spec, self._target.hidden_size),
                 self._lost,
             )
         started = time.monotonic()
@@ -160,6 +166,11 @@ class Engine:
         return self._facts
 
     @property
+    def stalled_s(self) -> float:
+        """Seconds for which the running requests have waited for one engine step."""
+        return time.monotonic() - self._heartbeat if self._running else 0.0
+
+    @property
     def dead(self) -> EngineError | None:
         """Why the engine can no longer serve, or None."""
         return self._death
@@ -198,9 +209,12 @@ class Engine:
             log.exception("the engine died")
             self._fail_all(EngineError(f"{versions.name()} died: {error!r}"))
         finally:
-            versions.shut_down(self._llm)
+            inside = versions.core_is_inside(self._llm)
+            self._llm.engine_core.shutdown()
             guard.release()
             del self._llm
+            if inside:
+                versions.forget_engine()
 
     def _admit(self) -> None:
         """Run what callers queued; when there is nothing else to do, wait for it."""
@@ -219,7 +233,7 @@ class Engine:
     def _step(self) -> None:
         if self._llm.has_unfinished_requests() or versions.core_is_busy(self._llm):
             outputs = self._llm.step()
-            self.last_step = time.monotonic()
+            self._heartbeat = time.monotonic()
             for output in outputs:
                 if output.finished:
                     self._finish(output)
@@ -253,10 +267,11 @@ class Engine:
             if not future.done():
                 future.set_exception(self._death)
             return
+        self._heartbeat = time.monotonic()
         self._running[key] = _Running(request, future)
         try:
             self._llm.add_request(
-                key, {"prompt_token_ids": list(request.prompt_ids)}, self._sampling(key, request)
+                key, {"prompt_token_ids": list(request.prompt_ids)}, sampling_params(key, request)
             )
         except versions.refusals() as error:
             if request.capture:
@@ -320,24 +335,6 @@ class Engine:
         self._queue(job)
         return future.result()
 
-    def _sampling(self, key: str, request: Request) -> Any:
-        """vLLM's SamplingParams."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        return SamplingParams(
-            max_tokens=request.max_new_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            seed=request.seed,
-            ignore_eos=request.ignore_eos,
-            stop_token_ids=list(request.stop_token_ids),
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            extra_args=({"kv_transfer_params": {"capture_key": key}} if request.capture else None),
-        )
-
     def _expect_captures(self) -> Captures:
         if self._captures is None:
             raise ValueError(
@@ -345,29 +342,11 @@ class Engine:
             )
         return self._captures
 
-    def _default_arena_bytes(self) -> int:
-        """Four engine steps, or four of the longest samples."""
-        tokens = 4 * max(batched_tokens(self.spec), self.spec.max_model_len)
-        itemsize: int = getattr(torch, self.spec.capture_dtype).itemsize
-        row = len(self.spec.boundaries) * self._target.hidden_size * itemsize
-        return tokens * (row + 4)
-
     def _make_stat_logger(self, *_vllm_config_and_index: Any) -> Any:
         return versions.stat_logger(self._count)
 
-    def _count(self, drafts: Any) -> None:
-        now = self._counters
-        self._counters = Acceptance(
-            now.num_drafts + drafts.num_drafts,
-            now.num_draft_tokens + drafts.num_draft_tokens,
-            now.num_accepted_tokens + drafts.num_accepted_tokens,
-            tuple(
-                a + b
-                for a, b in zip(
-                    now.accepted_per_position, drafts.num_accepted_tokens_per_pos, strict=True
-                )
-            ),
-        )
+    def _count(self, step: Acceptance) -> None:
+        self._counters = self._counters + step
 
     def _read_facts(self) -> EngineFacts:
         config = self._llm.vllm_config.model_config

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from eagle3_train.engines import versions
-from eagle3_train.engines.spec import EngineSpec
+from eagle3_train.engines.spec import EngineSpec, Request
 from eagle3_train.target.facts import TargetFacts
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -60,6 +60,34 @@ def chunks_prefill(spec: EngineSpec) -> bool:
     if spec.chunked_prefill is not None:
         return spec.chunked_prefill
     return spec.purpose != "serve" and not versions.on_cpu()
+
+
+def arena_bytes(spec: EngineSpec, hidden_size: int) -> int:
+    """Host memory for states on their way out: four engine steps, or four of the longest samples."""
+    if spec.arena_bytes is not None:
+        return spec.arena_bytes
+    itemsize = {"bfloat16": 2, "float32": 4}[spec.capture_dtype]
+    row = len(spec.boundaries) * hidden_size * itemsize
+    return 4 * max(batched_tokens(spec), spec.max_model_len) * (row + 4)  # 4: the token's id
+
+
+def sampling_params(key: str, request: Request) -> Any:
+    """vLLM's SamplingParams; `key` names the states, when they are asked for."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=request.max_new_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        top_k=request.top_k,
+        seed=request.seed,
+        ignore_eos=request.ignore_eos,
+        stop_token_ids=list(request.stop_token_ids),
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args={"kv_transfer_params": {"capture_key": key}} if request.capture else None,
+    )
 
 
 def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -> dict[str, Any]:

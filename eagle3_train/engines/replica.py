@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -31,14 +32,14 @@ class EngineReplica:
     """Thread-safe; give the actor as many threads as callers that wait at once."""
 
     def __init__(self, spec: EngineSpec, stall_timeout_s: float) -> None:
-        """Start the engine; `stall_timeout_s` without any finished step counts as dead."""
+        """Start the engine; an engine step that takes longer than `stall_timeout_s` counts as dead."""
         self._engine = Engine(spec)
-        self._stall_timeout_s = stall_timeout_s
+        watch = threading.Thread(target=self._watch, args=(stall_timeout_s,), daemon=True)
+        watch.start()
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer all, in order; a refused request comes back with finish_reason "error", the reason as text."""
         futures = [self._engine.submit(request) for request in requests]
-        self._wait(futures)
         return [
             self._answer(request, future) for request, future in zip(requests, futures, strict=True)
         ]
@@ -97,12 +98,12 @@ class EngineReplica:
             completion.captured.release()
         return completion.generation
 
-    def _wait(self, futures: Sequence[Future[Completion]]) -> None:
-        """Wait for all, as long as the engine makes progress."""
-        while wait(futures, timeout=PROGRESS_CHECK_S).not_done:
-            idle_s = time.monotonic() - self._engine.last_step
-            if idle_s > self._stall_timeout_s:
-                self._die(EngineError(f"no engine step finished for {idle_s:.0f} s"))
+    def _watch(self, stall_timeout_s: float) -> None:
+        """Notice an engine that hangs: its callers would wait for ever."""
+        while self._engine.dead is None:
+            time.sleep(PROGRESS_CHECK_S)
+            if (stalled_s := self._engine.stalled_s) > stall_timeout_s:
+                self._die(EngineError(f"one engine step has taken {stalled_s:.0f} s"))
 
     def _guard(self, function: Any) -> Any:
         try:

@@ -78,6 +78,17 @@ class Acceptance:
         """Acceptance length: 1 + accepted / drafts, bonus token included."""
         return 1.0 + self.num_accepted_tokens / max(self.num_drafts, 1)
 
+    def __add__(self, more: Acceptance) -> Acceptance:
+        return Acceptance(
+            self.num_drafts + more.num_drafts,
+            self.num_draft_tokens + more.num_draft_tokens,
+            self.num_accepted_tokens + more.num_accepted_tokens,
+            tuple(
+                a + b
+                for a, b in zip(self.accepted_per_position, more.accepted_per_position, strict=True)
+            ),
+        )
+
     def __sub__(self, earlier: Acceptance) -> Acceptance:
         return Acceptance(
             self.num_drafts - earlier.num_drafts,

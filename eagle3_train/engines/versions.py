@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from eagle3_train.engines.spec import Acceptance
 
 QUIET = {
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -88,12 +91,16 @@ def hidden_state_group(kv_cache_config: Any) -> tuple[int, int]:
     return found[0], int(groups[found[0]].kv_cache_spec.block_size)
 
 
-def core_is_busy(llm: Any) -> bool:
-    """Whether a core in this process must still be stepped although no request is unfinished."""
+def core_is_inside(llm: Any) -> bool:
+    """Whether vLLM's core runs in this process."""
     from vllm.v1.engine.core_client import InprocClient
 
-    core = llm.engine_core
-    return isinstance(core, InprocClient) and bool(core.engine_core.scheduler.has_requests())
+    return isinstance(llm.engine_core, InprocClient)
+
+
+def core_is_busy(llm: Any) -> bool:
+    """Whether a core in this process must still be stepped although no request is unfinished."""
+    return core_is_inside(llm) and bool(llm.engine_core.engine_core.scheduler.has_requests())
 
 
 def drafter_of(runner: Any) -> Any:
@@ -121,7 +128,7 @@ def refusals() -> tuple[type[Exception], ...]:
     return (ValueError, VLLMValidationError)
 
 
-def stat_logger(count: Any) -> Any:
+def stat_logger(count: Callable[[Acceptance], None]) -> Any:
     """A vLLM stat logger that passes each step's speculative counters to `count`."""
     from vllm.v1.metrics.loggers import StatLoggerBase
 
@@ -133,7 +140,16 @@ def stat_logger(count: Any) -> Any:
 
         def record(self, scheduler_stats: Any, *_args: Any, **_kwargs: Any) -> None:
             if scheduler_stats is not None and scheduler_stats.spec_decoding_stats is not None:
-                count(scheduler_stats.spec_decoding_stats)
+                stats = scheduler_stats.spec_decoding_stats
+                per_position = tuple(stats.num_accepted_tokens_per_pos)
+                count(
+                    Acceptance(
+                        stats.num_drafts,
+                        stats.num_draft_tokens,
+                        stats.num_accepted_tokens,
+                        per_position,
+                    )
+                )
 
         def log_engine_initialized(self) -> None:
             pass
@@ -141,12 +157,11 @@ def stat_logger(count: Any) -> Any:
     return SpeculativeCounters()
 
 
-def shut_down(llm: Any) -> None:
-    """Stop the core and, when it lives in this process, leave no global state for the next engine."""
-    from vllm.distributed import cleanup_dist_env_and_memory
-    from vllm.v1.engine.core_client import InprocClient
+def forget_engine() -> None:
+    """Drop the global state an engine in this process leaves behind, and the shared memory its objects hold."""
+    import gc
 
-    inside = isinstance(llm.engine_core, InprocClient)
-    llm.engine_core.shutdown()
-    if inside:
-        cleanup_dist_env_and_memory()
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
+    gc.collect()
