@@ -87,6 +87,8 @@ class CorpusConfig(Section):
 
     sources: tuple[str, ...] = ()
     """Files, directories, globs or fsspec URLs of conversations or prompts."""
+    answers: Literal["target", "given"] = "target"
+    """Whose answers are trained on: the target's own (rollout), or those that came with the data."""
     max_len: PositiveInt = 2048
     """Longest sample in tokens; longer ones are truncated (ids, mask and states together)."""
     limit: PositiveInt | None = None

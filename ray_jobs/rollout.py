@@ -13,6 +13,9 @@ def job(config: JobConfig) -> None:
         log.info("rollout: already complete")
         return
     rollout.check(config)
+    if config.corpus.answers == "given":
+        rollout.run(config, None)
+        return
     cli.connect()
     with (
         stage_timer(RunDir(config.run_path), "rollout"),

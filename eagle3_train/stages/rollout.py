@@ -16,7 +16,7 @@ from typing import Any
 
 from eagle3_train.config import JobConfig, SamplingConfig
 from eagle3_train.corpus.account import Unusable
-from eagle3_train.corpus.load import load_prompts
+from eagle3_train.corpus.load import load_given, load_prompts
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.corpus.split import is_held_out
 from eagle3_train.corpus.table import committed_ids, next_index, write_shard
@@ -56,6 +56,8 @@ def run(config: JobConfig, pool: Any) -> Json:
         done: Json = json.loads(paths.rollout_state.read_text())
         log.info("rollout: complete, %d prompts answered", done["answered"])
         return done
+    if config.corpus.answers == "given":
+        return _keep_given(config)
     tokenizer, remote = _tokenizer(config), config.target.trust_remote_code
     renderer = Renderer.load(tokenizer, remote, config.corpus.template_kwargs)
     answers = Answers(pool, config.engine)
@@ -77,10 +79,29 @@ def run(config: JobConfig, pool: Any) -> Json:
     return state
 
 
+def _keep_given(config: JobConfig) -> Json:
+    """Commit conversations with the answers they came with; needs no engine."""
+    paths, rows = RunDir(config.run_path), config.rollout.shard_rows
+    loaded = load_given(
+        config.corpus, _tokenizer(config), config.target.trust_remote_code, paths.quarantine
+    )
+    loaded.accounting.save(paths.accounting)
+    done = committed_ids(paths.samples)
+    missing = [sample for sample in loaded.samples if sample.id not in done]
+    for start in range(0, len(missing), rows):
+        shard = missing[start : start + rows]
+        write_shard(paths.samples, next_index(paths.samples), shard, ["null"] * len(shard))
+    state = {"inputs": _inputs(config), "complete": True, "answered": len(loaded.samples)}
+    write_atomic(paths.rollout_state, json.dumps(state, indent=1))
+    log.info("rollout: kept %d given answers", len(loaded.samples))
+    return state
+
+
 def check(config: JobConfig) -> None:
     """Raise ValueError when the corpus is unusable or answers of other settings exist; needs no engine."""
     _check_inputs(config)
-    _given_prompts(config)
+    if config.corpus.answers == "target":
+        _given_prompts(config)
 
 
 def _given_prompts(config: JobConfig) -> list[Prompt]:

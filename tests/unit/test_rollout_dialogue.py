@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from eagle3_train.config import RolloutConfig
+from eagle3_train.config import JobConfig, RolloutConfig
 from eagle3_train.corpus.account import Unusable
 from eagle3_train.corpus.conversation import Conversation
 from eagle3_train.corpus.render import Renderer
+from eagle3_train.corpus.table import read_samples
 from eagle3_train.engines.spec import Request
 from eagle3_train.records import Generation, Prompt
+from eagle3_train.rundir import RunDir
+from eagle3_train.stages import rollout
 from eagle3_train.stages.rollout_dialogue import Dialogue
 from eagle3_train.stages.rollout_synthesis import synthesise, unlike_a_prompt, user_header
 from tests import tiny
@@ -176,3 +180,35 @@ def test_openers_share_the_prompts_and_give_them_their_domain(tmp_path: Path) ->
     assert "Write a thing number" in prompts[0].messages_json
     assert all(r.prompt_ids[:2] == (tiny.BOS, tiny.USER) for r in asked)
     assert len({r.prompt_ids for r in asked}) == 3, "the target continues each opener"
+
+
+def test_given_answers_are_committed_without_an_engine_and_only_once(tmp_path: Path) -> None:
+    tiny.write_tokenizer(tmp_path / "target")
+    (tmp_path / "target" / "config.json").write_text('{"vocab_size": 512}')
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"q{i}"},
+                {"role": "assistant", "content": "yes"},
+            ]
+        }
+        for i in range(5)
+    ]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = JobConfig.model_validate(
+        {
+            "name": "given",
+            "runs_dir": str(tmp_path),
+            "target": {"path": str(tmp_path / "target")},
+            "corpus": {"sources": [str(tmp_path / "data.jsonl")], "answers": "given"},
+            "rollout": {"shard_rows": 2},
+            "stream": {"max_bytes_in_flight": 1},
+        }
+    )
+    assert rollout.run(config, None)["answered"] == 5
+    samples = read_samples(RunDir(config.run_path).samples)
+    assert len(samples) == 5
+    assert all(s.finish_reason == "given" and s.loss_mask.any() for s in samples)
+    assert rollout.is_complete(config)
+    assert rollout.run(config, None)["answered"] == 5
+    assert len(read_samples(RunDir(config.run_path).samples)) == 5
