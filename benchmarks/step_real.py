@@ -2,7 +2,8 @@
 
   python benchmarks/step_real.py --target models/smollm2-135m-instruct --rollout runs/demo/rollout --steps 500 plain fp8 plain@1
 
-A variant is NAME[@SEED]; the seed orders the data, so plain and plain@1 show what noise is. States are captured with
+A variant is NAME[@SEED]: plain, fp8, in-vocab, loss-KIND or init-NAME; the seed orders the data, so plain and plain@1 show
+what noise is. States are captured with
 Transformers once and kept in --cache. Prints one JSON line per variant: mean loss per hundred steps, held-out loss and
 expected acceptance length before and after.
 """
@@ -128,6 +129,8 @@ def train(
 ) -> dict[str, object]:
     """One drafter from initialisation to the last step."""
     name, _, seed = variant.partition("@")
+    kind: Any = name.removeprefix("loss-") if name.startswith("loss-") else "forward_kl"
+    chosen = LossOptions(kind=kind, in_vocab_only=name == "in-vocab")
     device, dtype = options.device, getattr(torch, options.dtype)
     target = FrozenTarget(data["embed"], data["head"], None, data["eps"], data["d2t"], data["t2d"])
     drafter = Eagle3Drafter(spec, fp8=name == "fp8")
@@ -140,9 +143,7 @@ def train(
     before, losses, started = held_out(drafter, test, target), [], time.monotonic()
     for step, pack in enumerate(packs_of(training, options.tokens, int(seed or 0), options.steps)):
         batch = batch_of(pack, options.ttt, device, dtype)
-        loss = drafter(
-            batch, target, LossOptions(), float(max(batch.rows.supervised_starts, 1))
-        ).loss
+        loss = drafter(batch, target, chosen, float(max(batch.rows.supervised_starts, 1))).loss
         loss.backward()
         rate = learning_rate(
             step + 1, peak=options.lr, warmup=20, total=options.steps, decay="cosine", floor=0.1
