@@ -31,6 +31,13 @@ REPLICA_THREADS = 64
 POOL_THREADS = 128
 LOG_EVERY_S = 5.0
 CLOSE_TIMEOUT_S = 30.0
+# vLLM and torch greet on every start; what matters reaches us as an EngineError. Spinning OpenMP threads
+# would stall whatever shares the cores.
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
 LEAST_CPUS = 0.001  # Ray refuses an empty bundle
 
 
@@ -224,7 +231,7 @@ class EnginePool:
         """Wait for the placement group, then for the engine; an error is the pool's error."""
         try:
             facts = self._place_and_load(replica)
-        except (RayError, EngineError) as error:
+        except Exception as error:  # noqa: BLE001 - raised by start() or lease()
             with self._changed:
                 if replica_id in self._replicas and self._error is None:
                     self._error = EngineError(_reason(error))
@@ -244,7 +251,7 @@ class EnginePool:
                 "engine.gpus_per_worker"
             )
         strategy = PlacementGroupSchedulingStrategy(replica.group, placement_group_bundle_index=0)
-        threads = str(max(1, int(self._engine.cpus)))
+        environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(self._engine.cpus)))}
         replica.handle = (
             ray.remote(EngineReplica)
             .options(
@@ -252,10 +259,7 @@ class EnginePool:
                 num_gpus=need.get("GPU", 0),
                 scheduling_strategy=strategy,
                 max_concurrency=REPLICA_THREADS,
-                # Trainers share the cores: an idle OpenMP thread must sleep, not spin.
-                runtime_env={
-                    "env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}
-                },
+                runtime_env={"env_vars": environment},
             )
             .remote(self._spec, self._engine.request_timeout_s)
         )

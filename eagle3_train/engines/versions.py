@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,7 @@ def prepare_environment(own_process: bool | None) -> None:
     """
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # before vLLM has set its own level
     if own_process is None:
         own_process = not on_cpu()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(own_process))
