@@ -56,9 +56,11 @@ def main() -> None:
     """Run both and print the ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-c", "--config", nargs="+", type=Path, required=True)
-    arguments, overrides = parser.parse_known_args()
-    config = load_config(arguments.config, overrides)
-    job = [sys.executable, "ray_jobs/rollout.py", "-c", *map(str, arguments.config), *overrides]
+    arguments = parser.parse_args()
+    files = [file for file in arguments.config if "=" not in str(file)]
+    overrides = [str(text) for text in arguments.config if "=" in str(text)]
+    config = load_config(files, overrides)
+    job = [sys.executable, "ray_jobs/rollout.py", "-c", *map(str, files), *overrides]
     subprocess.run(job, cwd=ROOT, check=True)
     paths = RunDir(config.run_path)
     ours = json.loads(paths.rollout_state.read_text())
@@ -74,7 +76,9 @@ def main() -> None:
         }
         prompts.append((ids, settings))
     here, there = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    child = multiprocessing.get_context("spawn").Process(target=plain, args=(config, prompts, there))
+    child = multiprocessing.get_context("spawn").Process(
+        target=plain, args=(config, prompts, there)
+    )
     child.start()
     wall_s, tokens = here.recv()
     child.join(timeout=60)

@@ -160,6 +160,7 @@ def launch(
     stat_loggers: list[Callable[..., Any]],
 ) -> Any:
     """A started vLLM LLMEngine. Raises EngineError with the cause vLLM gave."""
+    versions.tolerate_odd_modules()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -55,6 +56,23 @@ def on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def tolerate_odd_modules() -> None:
+    """Let vLLM 0.32's CPU backend start beside modules whose objects answer every attribute.
+
+    It looks for kernels in `vars(value)` of everything in sys.modules; for llvmlite's library wrappers (loaded by
+    Kimi's image processor, through numba) that is no mapping, and the engine would die of it.
+    """
+    if not on_cpu() or release() < (0, 30):
+        return
+    from vllm.triton_utils import dispatcher
+
+    def attributes(value: object) -> dict[str, Any]:
+        found = vars(value)
+        return found if isinstance(found, dict | MappingProxyType) else {}
+
+    dispatcher.vars = attributes
 
 
 def kv_layout() -> str:

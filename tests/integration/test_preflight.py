@@ -117,19 +117,8 @@ def kimi_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def kimi(kimi_target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobConfig:
-    """A job on the Kimi-shaped target.
-
-    vLLM 0.32's CPU backend scans all loaded modules for kernels and trips over an object of llvmlite, which
-    Kimi's image processor imports, that answers every attribute.
-    """
-    dispatcher = pytest.importorskip("vllm.triton_utils.dispatcher")
-
-    def attributes(value: object) -> dict[str, Any]:
-        found = vars(value)
-        return found if hasattr(found, "get") and "llvmlite" not in str(type(value)) else {}
-
-    monkeypatch.setattr(dispatcher, "vars", attributes, raising=False)
+def kimi(kimi_target: Path, tmp_path: Path) -> JobConfig:
+    """A job on the Kimi-shaped target."""
     return job(tmp_path, kimi_target, attention="mla", aux_layers=AUX["mla"], draft_vocab_size=256)
 
 
