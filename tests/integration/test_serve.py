@@ -28,7 +28,7 @@ from eagle3_train.records import Generation
 from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import read_facts
 from eagle3_train.target.weights import read_frozen
-from tests.tiny import AUX, HIDDEN, LAYERS, VOCAB, token_ids, write_target
+from tests.tiny import AUX, HIDDEN, LAYERS, VOCAB, token_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
@@ -112,10 +112,11 @@ def train(drafter: Eagle3Drafter, frozen: FrozenTarget, batch: PackedBatch, step
 
 
 @pytest.fixture(scope="module", params=["llama", "mla"])
-def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, tiny_models: Path
+) -> Served:
     family: Family = request.param
-    folder = tmp_path_factory.mktemp(family)
-    target = write_target(folder / "target", family)
+    folder, target = tmp_path_factory.mktemp(family), tiny_models / family
     config = DrafterConfig(
         attention=family,
         aux_layers=AUX[family],
