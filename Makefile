@@ -11,7 +11,8 @@ demo: $(TARGET)
 	$(PY) ray_jobs/pipeline.py -c configs/demo.yaml
 
 test: $(TARGET)
-	$(PY) -m pytest -m "not gpu"
+	TRITON_INTERPRET=1 $(PY) -m pytest tests/unit/test_drafter_kernels.py
+	$(PY) -m pytest -m "not gpu" --ignore tests/unit/test_drafter_kernels.py
 
 test-unit: $(INSTALLED)
 	$(PY) -m pytest tests/unit
