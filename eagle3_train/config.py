@@ -446,7 +446,10 @@ def _apply(merged: dict[str, Any], override: str) -> None:
         if not isinstance(child, dict):
             raise ConfigError(f"override {override!r}: {parent} is not a section")
         node = child
-    node[leaf] = yaml.safe_load(text)
+    try:
+        node[leaf] = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
 
 
 def _explain(error: ValidationError, files: list[Path]) -> str:

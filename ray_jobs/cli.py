@@ -17,12 +17,11 @@ from eagle3_train.config import JobConfig, load_config
 def parse(description: str) -> JobConfig:
     """Configuration named on the command line; exits with status 2 and a message when unusable."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("-c", "--config", nargs="+", type=Path, required=True, metavar="FILE")
-    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("-c", "--config", nargs="+", required=True, metavar="FILE")
     arguments, more = parser.parse_known_args()
-    overrides = [text.lstrip("-") for text in [*arguments.overrides, *more]]
-    files = [f for f in arguments.config if "=" not in str(f)]
-    overrides = [str(f) for f in arguments.config if "=" in str(f)] + overrides
+    files = [Path(text) for text in arguments.config if "=" not in text]
+    overrides = [text for text in arguments.config if "=" in text]  # -c takes what follows it
+    overrides += [text.lstrip("-") for text in more]
     try:
         return load_config(files, overrides)
     except ValueError as error:
@@ -35,12 +34,12 @@ def run(description: str, job: Callable[[JobConfig], object]) -> None:
     from eagle3_train.engines.launch import EngineError
 
     config = parse(description)
-    runlog.setup(config, "driver")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `ray job stop`: run the clean-up
     try:
+        runlog.setup(config, "driver")
         provenance.record(config)
         job(config)
-    except (ValueError, EngineError) as error:
+    except (ValueError, EngineError, OSError) as error:
         runlog.log.debug("failed", exc_info=True)
         raise SystemExit(f"error: {error}") from error
 

@@ -12,12 +12,12 @@ from eagle3_train.rundir import write_atomic
 def main() -> int:
     """Print the checks; exit status 0 when nothing failed, 1 when something did, 2 for an unusable configuration."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-c", "--config", nargs="+", type=Path, required=True, metavar="FILE")
+    parser.add_argument("-c", "--config", nargs="+", required=True, metavar="FILE")
     parser.add_argument("--depth", choices=("static", "plan", "live"), default="plan")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
     arguments, overrides = parser.parse_known_args()
-    files = [file for file in arguments.config if "=" not in str(file)]
-    overrides = [str(text) for text in arguments.config if text not in files] + overrides
+    files = [Path(text) for text in arguments.config if "=" not in text]
+    overrides = [text for text in arguments.config if "=" in text] + overrides
     try:
         config = load_config(files, overrides)
     except ConfigError as error:

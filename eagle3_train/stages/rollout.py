@@ -61,6 +61,7 @@ def run(config: JobConfig, pool: Any) -> Json:
     tokenizer, remote = _tokenizer(config), config.target.trust_remote_code
     renderer = Renderer.load(tokenizer, remote, config.corpus.template_kwargs)
     answers = Answers(pool, config.engine)
+    _record_inputs(config)
     prompts = _prompts(config, renderer, answers)
     _warn_unused_sampling(config, prompts)
     committed = committed_ids(paths.samples)
@@ -86,6 +87,7 @@ def _keep_given(config: JobConfig) -> Json:
         config.corpus, _tokenizer(config), config.target.trust_remote_code, paths.quarantine
     )
     loaded.accounting.save(paths.accounting)
+    _record_inputs(config)
     done = committed_ids(paths.samples)
     missing = [sample for sample in loaded.samples if sample.id not in done]
     for start in range(0, len(missing), rows):
@@ -307,19 +309,24 @@ def _inputs(config: JobConfig) -> Json:
 
 
 def _check_inputs(config: JobConfig) -> None:
-    """Record the settings; refuse to mix answers of different ones."""
-    path, inputs = RunDir(config.run_path).rollout_state, _inputs(config)
-    if path.is_file():
-        before = json.loads(path.read_text())["inputs"]
-        changed = sorted(set(_flat(before)) ^ set(_flat(inputs)))
-        if changed:
-            names = ", ".join(sorted({name for name, _ in changed}))
-            raise ValueError(
-                f"{path.parent} holds answers made with other settings ({names}); "
-                "give the run another name, or delete that folder"
-            )
-    else:
-        write_atomic(path, json.dumps({"inputs": inputs, "complete": False}, indent=1))
+    """Refuse to mix answers of different settings; before anything is committed, settings may change."""
+    paths, inputs = RunDir(config.run_path), _inputs(config)
+    if not paths.rollout_state.is_file():
+        return
+    before = json.loads(paths.rollout_state.read_text())["inputs"]
+    changed = sorted(set(_flat(before)) ^ set(_flat(inputs)))
+    if changed and (committed_ids(paths.samples) or paths.synthesised.is_file()):
+        names = ", ".join(sorted({name for name, _ in changed}))
+        raise ValueError(
+            f"{paths.samples.parent} holds answers made with other settings ({names}); "
+            "give the run another name, or delete that folder"
+        )
+
+
+def _record_inputs(config: JobConfig) -> None:
+    """Remember, before anything is committed, which settings the answers are made with."""
+    state = {"inputs": _inputs(config), "complete": False}
+    write_atomic(RunDir(config.run_path).rollout_state, json.dumps(state, indent=1))
 
 
 def _flat(inputs: Json, prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from eagle3_train.config import ConfigError, JobConfig, fields, load_config
+from ray_jobs import cli
 
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "configs" / "demo.yaml"
@@ -41,6 +42,21 @@ def test_a_missing_file_and_broken_yaml_say_so(tmp_path: Path) -> None:
     broken.write_text("a: [")
     with pytest.raises(ConfigError, match="not valid YAML"):
         load_config([broken])
+
+
+def test_an_override_that_is_no_yaml_is_named() -> None:
+    with pytest.raises(ConfigError, match="the value is not valid YAML"):
+        load_config([DEMO], ["corpus.sources=[a"])
+
+
+def test_the_command_line_passes_overrides_through_unchanged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    override = "corpus.sources=[s3://bucket/a//b.jsonl]"
+    monkeypatch.setattr(sys, "argv", ["job.py", "-c", str(DEMO), override, "--train.epochs=2"])
+    config = cli.parse("a job")
+    assert config.corpus.sources == ("s3://bucket/a//b.jsonl",)
+    assert config.train.epochs == 2
 
 
 def test_files_compose_left_to_right_and_overrides_win(tmp_path: Path) -> None:

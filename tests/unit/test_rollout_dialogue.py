@@ -205,7 +205,12 @@ def test_given_answers_are_committed_without_an_engine_and_only_once(tmp_path: P
             "stream": {"max_bytes_in_flight": 1},
         }
     )
-    assert rollout.run(config, None)["answered"] == 5
+    mistaken = config.corpus.model_copy(update={"sources": (str(tmp_path / "typo.jsonl"),)})
+    with pytest.raises(ValueError, match="does not exist"):
+        rollout.run(config.model_copy(update={"corpus": mistaken}), None)
+    assert rollout.run(config, None)["answered"] == 5, (
+        "a failed attempt does not bind its correction"
+    )
     samples = read_samples(RunDir(config.run_path).samples)
     assert len(samples) == 5
     assert all(s.finish_reason == "given" and s.loss_mask.any() for s in samples)
