@@ -5,14 +5,17 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/.installed
 TARGET := models/smollm2-135m-instruct/config.json
 
-.PHONY: demo test test-unit check style install target docs clean
+.PHONY: demo test test-unit test-kernels check style install target docs clean
 
 demo: $(TARGET)
 	$(PY) ray_jobs/pipeline.py -c configs/demo.yaml
 
 test: $(TARGET)
+	$(PY) -m pytest -m "not gpu"
+
+# The Triton kernels on a machine without a GPU, under Triton's interpreter.
+test-kernels: $(INSTALLED)
 	TRITON_INTERPRET=1 $(PY) -m pytest tests/unit/test_drafter_kernels.py
-	$(PY) -m pytest -m "not gpu" --ignore tests/unit/test_drafter_kernels.py
 
 test-unit: $(INSTALLED)
 	$(PY) -m pytest tests/unit
