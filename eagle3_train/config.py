@@ -183,7 +183,7 @@ class StreamConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of hidden states in flight."""
     cache_bytes: NonNegativeInt = 0
-    """Node-local bytes that keep the same subset of samples for every epoch."""
+    """Node-local bytes that keep the same subset of samples for every epoch; only preflight's plan knows it yet."""
     lookahead_packs: PositiveInt = 8
     """Captures a rank's pipeline keeps asked for at once."""
 
@@ -225,8 +225,6 @@ class TrainConfig(Section):
     """Distance between teacher and drafter."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type of the drafter; masters and loss are float32."""
-    compile: bool = False
-    """torch.compile the step."""
     seed: int = 0
     """Seed of initialisation and of each epoch's order."""
     eval_every: PositiveInt = 50

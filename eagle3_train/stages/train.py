@@ -104,6 +104,10 @@ def check(config: JobConfig) -> None:
 
 def _check_layout(config: JobConfig, train: list[Sample], held_out: list[Sample]) -> int:
     """Bytes of one token's hidden states, once it is clear that every window fits the byte budget."""
+    if config.stream.cache_bytes:
+        raise ValueError(
+            "stream.cache_bytes is planned but not built yet: every epoch recaptures; set 0"
+        )
     facts = read_facts(config.target.path)
     boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
     itemsize = 2 if config.stream.dtype == "bfloat16" else 4
