@@ -1,6 +1,8 @@
 """The live depth on real engines: a tiny Llama, and a tiny target in Kimi-K2.5's shape (wrapper, MLA, MoE)."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +113,17 @@ def test_a_sound_llama_passes_every_live_check(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def kimi_target(tmp_path_factory: pytest.TempPathFactory, tiny_models: Path) -> Path:
-    """Written once, as tiny_models are: after vLLM has loaded such a target, transformers saves experts
-    under other names."""
-    return write_kimi(tmp_path_factory.mktemp("kimi"))
+def kimi_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Written by a process of its own: once vLLM has loaded experts here, transformers saves them under other names."""
+    directory = tmp_path_factory.mktemp("kimi")
+    code = (
+        "import sys; from pathlib import Path\n"
+        "from tests.integration.test_preflight import write_kimi\n"
+        "write_kimi(Path(sys.argv[1]))"
+    )
+    root = Path(__file__).resolve().parents[2]
+    subprocess.run([sys.executable, "-c", code, str(directory)], cwd=root, check=True, timeout=200)
+    return directory
 
 
 @pytest.fixture
