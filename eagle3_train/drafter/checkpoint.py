@@ -221,7 +221,7 @@ def read_checkpoint(
 ) -> tuple[DrafterSpec, dict[str, Tensor], Tensor | None, tuple[int, ...] | None]:
     """(spec, weights, d2t, boundaries) of an EAGLE-3 checkpoint of ours or of another project.
 
-    Understood: midlayer. and layers.0. names, wrapper prefixes, safetensors or pytorch_model.bin, plain and
+    Understood: midlayer. and layers.0. names, wrapper prefixes, safetensors only, plain and
     speculators configurations, absent maps for a full vocabulary. boundaries is None when the checkpoint leaves them
     to the engine's default. lm_head may be absent (shared with the target). Raises ExportError for architectures
     this project does not train.

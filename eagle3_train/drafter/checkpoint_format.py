@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -237,11 +236,14 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
                 tensors |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ExportError(f"{file.name} is not a readable safetensors file: {error}") from error
-    binary = directory / "pytorch_model.bin"
-    if not files and binary.is_file():
-        tensors = torch.load(binary, map_location="cpu", weights_only=True)
     if not tensors:
-        raise ExportError(f"{directory} holds no weights (*.safetensors)")
+        pickled = (directory / "pytorch_model.bin").is_file()
+        advice = (
+            "; pytorch_model.bin is a pickle and is not opened, convert it to safetensors"
+            if pickled
+            else ""
+        )
+        raise ExportError(f"{directory} holds no weights (*.safetensors){advice}")
     return tensors
 
 

@@ -430,11 +430,12 @@ def test_an_absent_d2t_is_rebuilt_from_t2d_and_a_shared_embedding_is_dropped_alo
     assert "embedding is ignored" in caplog.text
 
 
-def test_a_pickled_checkpoint_reads_like_a_safetensors_one(tmp_path: Path) -> None:
+def test_a_pickled_checkpoint_is_not_opened(tmp_path: Path) -> None:
     directory = write(tmp_path / "drafter")
     torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
     (directory / "model.safetensors").unlink()
-    assert read_checkpoint(directory)[0] == LLAMA_SPEC
+    with pytest.raises(ExportError, match="is a pickle and is not opened"):
+        read_checkpoint(directory)
 
 
 @pytest.mark.parametrize(
