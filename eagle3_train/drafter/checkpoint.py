@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Int
@@ -216,15 +217,25 @@ def _check_vocabulary(tensors: dict[str, Tensor], spec: DrafterSpec, target: Ser
         )
 
 
-def read_checkpoint(
-    directory: Path,
-) -> tuple[DrafterSpec, dict[str, Tensor], Tensor | None, tuple[int, ...] | None]:
-    """(spec, weights, d2t, boundaries) of an EAGLE-3 checkpoint of ours or of another project.
+class Checkpoint(NamedTuple):
+    """A drafter as read from disk.
 
-    Understood: midlayer. and layers.0. names, wrapper prefixes, safetensors only, plain and
-    speculators configurations, absent maps for a full vocabulary. boundaries is None when the checkpoint leaves them
-    to the engine's default. lm_head may be absent (shared with the target). Raises ExportError for architectures
-    this project does not train.
+    lm_head may be absent from `weights` (shared with the target), d2t is None for the full vocabulary, boundaries is
+    None when the checkpoint leaves them to the engine's default.
+    """
+
+    spec: DrafterSpec
+    weights: dict[str, Tensor]
+    d2t: Int[Tensor, " draft_vocab"] | None
+    boundaries: tuple[int, ...] | None
+
+
+def read_checkpoint(directory: Path, spec: DrafterSpec | None = None) -> Checkpoint:
+    """An EAGLE-3 checkpoint of ours or of another project.
+
+    Understood: midlayer. and layers.0. names, wrapper prefixes, safetensors only, plain and speculators
+    configurations, absent maps for a full vocabulary. Raises ExportError for architectures this project does not
+    train, and, when `spec` is given, for another shape than it.
     """
     config = _plain_config(read_config(directory))
     tensors = {_canonical(name): tensor for name, tensor in read_tensors(directory).items()}
@@ -236,14 +247,24 @@ def read_checkpoint(
     config.setdefault(
         "num_aux_hidden_states", tensors["fc.weight"].shape[1] // config["hidden_size"]
     )
-    spec = spec_from_config(config)
-    if d2t is None and not spec.full_vocab:
+    found = spec_from_config(config)
+    if spec is not None:
+        _check_shape(directory, found, spec)
+    if found.full_vocab:
+        d2t = None
+    elif d2t is None:
         if t2d is None:
             raise ExportError(f"{directory}: a reduced draft vocabulary without d2t or t2d")
-        d2t = t2d.nonzero().flatten() - torch.arange(spec.draft_vocab_size)
-    for copy in twins(spec):
+        d2t = t2d.nonzero().flatten() - torch.arange(found.draft_vocab_size)
+    for copy in twins(found):
         tensors.pop(copy, None)
-    shapes = expected_tensors(spec)
+    _check_tensors(directory, tensors, expected_tensors(found))
+    return Checkpoint(found, tensors, d2t, _boundaries(config))
+
+
+def _check_tensors(
+    directory: Path, tensors: dict[str, Tensor], shapes: dict[str, tuple[int, ...]]
+) -> None:
     if unknown := sorted(tensors.keys() - shapes.keys()):
         raise ExportError(
             f"{directory}: tensors this project's drafter has no place for: {unknown}"
@@ -255,7 +276,20 @@ def read_checkpoint(
             raise ExportError(
                 f"{directory}: {name} has shape {tuple(tensor.shape)}, not {shapes[name]}"
             )
-    return spec, tensors, None if spec.full_vocab else d2t, _boundaries(config)
+
+
+def _check_shape(directory: Path, found: DrafterSpec, wanted: DrafterSpec) -> None:
+    """How far positions reach may differ, what the weights are may not."""
+    free = ("target_hidden_size", "max_position_embeddings", "rope")
+    differing = [
+        f"{f.name}: {getattr(found, f.name)} there, {getattr(wanted, f.name)} here"
+        for f in fields(wanted)
+        if f.name not in free and getattr(found, f.name) != getattr(wanted, f.name)
+    ]
+    if differing:
+        raise ExportError(
+            f"{directory} has another shape ({'; '.join(differing)}); set the drafter section to its sizes"
+        )
 
 
 def _plain_config(config: Json) -> Json:

@@ -1,9 +1,7 @@
-"""`Eagle3Drafter`: the trainable module, its initialisation from the target, and warm starts.
+"""`Eagle3Drafter`: the trainable module and its initialisation from the target.
 
 All computation happens inside `forward`, so `fully_shard(drafter)` gathers and scatters at the right moments.
 """
-
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
@@ -53,31 +51,3 @@ def init_from_target(
     drafter.lm_head.weight.copy_(target.draft_head)
     if target.norm_weight is not None:
         drafter.norm.weight.copy_(target.norm_weight)
-
-
-@torch.no_grad()
-def load_weights(drafter: Eagle3Drafter, tensors: Mapping[str, Tensor]) -> None:
-    """Warm start from a drafter checkpoint's tensors; d2t, t2d and embeddings are not the drafter's.
-
-    Accepts `midlayer.*` and `layers.0.*`. Raises ValueError on missing, unknown or misshapen tensors.
-    """
-    skipped = ("d2t", "t2d", "embed_tokens.weight")
-    given = {
-        name.removeprefix("model.").replace("layers.0.", "midlayer."): tensor
-        for name, tensor in tensors.items()
-        if name.removeprefix("model.") not in skipped
-    }
-    own = dict(drafter.named_parameters())
-    missing, unknown = sorted(set(own) - set(given)), sorted(set(given) - set(own))
-    shapes = {
-        name: (tuple(given[name].shape), tuple(own[name].shape))
-        for name in set(own) & set(given)
-        if given[name].shape != own[name].shape
-    }
-    if missing or unknown or shapes:
-        raise ValueError(
-            f"the checkpoint does not fit the drafter: missing {missing}, unknown {unknown}, "
-            f"(given, expected) shapes {shapes}; take the drafter's spec from that checkpoint's config."
-        )
-    for name, parameter in own.items():
-        parameter.copy_(given[name])

@@ -5,9 +5,7 @@ The driver writes them once; every rank of every attempt, and the untrained expo
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -44,27 +42,42 @@ def renderer_of(config: JobConfig) -> Renderer:
 
 def frozen_target(config: JobConfig, dtype: torch.dtype) -> FrozenTarget:
     """The target's tensors and the run's draft vocabulary, on CPU."""
-    facts = read_facts(config.target.path)
+    if spec_of(config).full_vocab:
+        return _frozen(config, dtype, None)
+    path = RunDir(config.run_path).draft_vocab
+    vocab = DraftVocab.load(path, renderer_of(config).fingerprint)
+    return _frozen(config, dtype, torch.from_numpy(vocab.d2t))
+
+
+def read_drafter(
+    config: JobConfig, directory: Path, dtype: torch.dtype
+) -> tuple[Eagle3Drafter, FrozenTarget]:
+    """Any drafter of this job's target and what it shares with the target, on CPU."""
+    checkpoint = read_checkpoint(directory)
+    frozen = _frozen(config, dtype, checkpoint.d2t)
+    drafter = Eagle3Drafter(checkpoint.spec)
+    drafter.load_state_dict({"lm_head.weight": frozen.draft_head, **checkpoint.weights})
+    return drafter.to(dtype), frozen
+
+
+def _frozen(config: JobConfig, dtype: torch.dtype, d2t: Tensor | None) -> FrozenTarget:
     weights = read_frozen(config.target.path, dtype)
-    vocab = None
-    if not spec_of(config).full_vocab:
-        vocab = DraftVocab.load(
-            RunDir(config.run_path).draft_vocab, renderer_of(config).fingerprint
-        )
     return FrozenTarget(
         embed=weights.embed,
         lm_head=weights.lm_head,
         norm_weight=weights.norm_weight,
-        norm_eps=facts.rms_norm_eps,
-        d2t=None if vocab is None else torch.from_numpy(vocab.d2t),
-        t2d=None if vocab is None else torch.from_numpy(vocab.t2d),
+        norm_eps=read_facts(config.target.path).rms_norm_eps,
+        d2t=d2t,
+        t2d=None if d2t is None else membership(d2t, len(weights.lm_head)),
     )
 
 
 def write_initial(config: JobConfig, train: list[Sample]) -> None:
     """Write the draft vocabulary and the initial weights, unless an earlier attempt has."""
     run, spec = RunDir(config.run_path), spec_of(config)
-    warm = _warm_start(Path(config.drafter.init_from), spec) if config.drafter.init_from else None
+    warm = (
+        read_checkpoint(Path(config.drafter.init_from), spec) if config.drafter.init_from else None
+    )
     if not spec.full_vocab and not run.draft_vocab.exists():
         vocab = _vocabulary(config, spec, train, warm.d2t if warm else None)
         vocab.save(run.draft_vocab)
@@ -79,28 +92,6 @@ def write_initial(config: JobConfig, train: list[Sample]) -> None:
     temporary = run.initial_weights.with_suffix(".tmp")
     save_file({name: tensor.detach() for name, tensor in drafter.state_dict().items()}, temporary)
     temporary.replace(run.initial_weights)
-
-
-class _WarmStart(NamedTuple):
-    weights: dict[str, Tensor]
-    d2t: Tensor | None
-
-
-def _warm_start(directory: Path, spec: DrafterSpec) -> _WarmStart:
-    """Weights and draft vocabulary of an existing drafter. Raises ValueError when its shape differs."""
-    found, weights, d2t, _ = read_checkpoint(directory)
-    differing = [
-        f"{field.name}: {getattr(found, field.name)} there, {getattr(spec, field.name)} here"
-        for field in dataclasses.fields(spec)
-        if field.name not in ("target_hidden_size", "max_position_embeddings", "rope")
-        and getattr(found, field.name) != getattr(spec, field.name)
-    ]
-    if differing:
-        raise ValueError(
-            f"drafter.init_from={directory} has another shape ({'; '.join(differing)}); "
-            "set the drafter section to its sizes"
-        )
-    return _WarmStart(weights, d2t)
 
 
 def _vocabulary(

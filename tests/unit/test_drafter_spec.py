@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from eagle3_train.drafter.frozen import check_draft_mapping
-from eagle3_train.drafter.model import Eagle3Drafter, init_from_target, load_weights
+from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.rope import (
     inverse_frequencies,
     rope_tables,
@@ -190,25 +190,6 @@ def test_initialisation_copies_head_and_norm_from_the_target():
     again = Eagle3Drafter(spec, dtype=torch.float64)
     init_from_target(again, target, torch.Generator().manual_seed(0))
     assert torch.equal(again.fc.weight, drafter.fc.weight)
-
-
-def test_a_warm_start_restores_every_parameter_under_either_layer_name():
-    spec = mla_spec()
-    source, copy = make_drafter(spec), make_drafter(spec, seed=9)
-    tensors = {name.replace("midlayer.", "layers.0."): t for name, t in source.state_dict().items()}
-    load_weights(copy, {**tensors, "d2t": torch.zeros(20), "t2d": torch.zeros(48)})
-    assert all(
-        torch.equal(a, b) for a, b in zip(source.parameters(), copy.parameters(), strict=True)
-    )
-
-
-def test_a_warm_start_from_another_shape_says_what_does_not_fit():
-    tensors = dict(make_drafter(llama_spec(intermediate_size=56)).state_dict())
-    tensors["extra.weight"] = tensors.pop("fc.weight")
-    with pytest.raises(
-        ValueError, match=r"missing \['fc.weight'\], unknown \['extra.weight'\].*mlp"
-    ):
-        load_weights(make_drafter(llama_spec()), tensors)
 
 
 def test_a_broken_draft_mapping_is_refused():

@@ -457,3 +457,11 @@ def test_a_foreign_architecture_is_refused_by_name(
     spoil(directory)
     with pytest.raises(ExportError, match=fault):
         read_checkpoint(directory)
+
+
+def test_another_shape_is_refused_before_any_weight_is_used(tmp_path: Path) -> None:
+    directory = write(tmp_path / "drafter")
+    longer = replace(LLAMA_SPEC, max_position_embeddings=1024)
+    assert read_checkpoint(directory, longer).spec == LLAMA_SPEC
+    with pytest.raises(ExportError, match="intermediate_size: 24 there, 32 here"):
+        read_checkpoint(directory, replace(LLAMA_SPEC, intermediate_size=32))
