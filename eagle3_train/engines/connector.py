@@ -3,7 +3,8 @@
 Runs inside vLLM: the scheduler's half names the blocks of a finished request, the worker's half (TP rank 0)
 copies them. The states of a request cover every token that was an input: prompt and answer but the last
 token. Blocks are kept until the copy is done, so a slow consumer slows the scheduler instead of losing
-states. On CUDA the copy runs on a stream of its own, beside the next forward pass.
+states. On CUDA the copy runs on a stream of its own, beside the next forward pass, straight into the pinned
+arena; where the arena cannot be pinned (gVisor), through pinned buffers that PyTorch's allocator reuses.
 
   scheduler: request_finished -> Save -> metadata     worker: Save + grant -> copy -> done -> blocks are free
 """
@@ -12,6 +13,10 @@ states. On CUDA the copy runs on a stream of its own, beside the next forward pa
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +31,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from eagle3_train.engines import versions
-from eagle3_train.engines.handover import ArenaMemory, connect
+from eagle3_train.engines.handover import connect
+
+log = logging.getLogger("eagle3_train")
 
 STAGING_BYTES = 64 << 20
 cuda: Any = torch.cuda  # untyped in torch
@@ -165,11 +172,11 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """One copy under way; `done` is None on CPU, where copying is synchronous."""
+    """One copy under way; the checksum may be read when it is done."""
 
     save: Save
     checksum: Tensor
-    done: Any  # CUDA event
+    is_done: Callable[[], bool]
 
 
 class Copier:
@@ -180,8 +187,7 @@ class Copier:
         self._cache = cache
         self._block = cache.shape[1]
         self._dtype = getattr(torch, extra["dtype"])
-        self._arena = ArenaMemory(extra["arena"], extra["arena_bytes"])
-        self._channel = connect(extra["address"], extra["token"])
+        self._channel, self._arena = connect(extra["address"], extra["token"], extra["arena_bytes"])
         self._saves: dict[str, Save] = {}
         self._grants: dict[str, dict[str, Any]] = {}
         self._copies: list[Copy] = []
@@ -208,7 +214,7 @@ class Copier:
 
     def finished(self) -> set[str]:
         """Request ids whose blocks are no longer needed; reports the finished copies."""
-        over = [c for c in self._copies if c.done is None or c.done.query()]
+        over = [copy for copy in self._copies if copy.is_done()]
         self._copies = [c for c in self._copies if c not in over]
         for copy in over:
             finite = bool(torch.isfinite(copy.checksum))
@@ -220,7 +226,9 @@ class Copier:
         """Wait for running copies, unpin, disconnect."""
         if self._stream is not None:
             self._stream.synchronize()
-            cuda.cudart().cudaHostUnregister(self._arena.bytes.data_ptr())
+            self._bouncer.shutdown()
+            if self._pinned:
+                cuda.cudart().cudaHostUnregister(self._arena.bytes.data_ptr())
         self._channel.close()
 
     def _begin(self, save: Save, grant: dict[str, Any]) -> None:
@@ -235,7 +243,7 @@ class Copier:
         ids = self._arena.tensor(grant["ids"], (tokens,), torch.int32)
         ids.copy_(torch.from_numpy(np.asarray(save.token_ids, dtype=np.int32)))
         if self._stream is None:
-            self._copies.append(Copy(save, self._copy_cpu(save.block_ids, out), None))
+            self._copies.append(Copy(save, self._copy_cpu(save.block_ids, out), lambda: True))
         else:
             self._copies.append(self._copy_cuda(save, out))
 
@@ -253,14 +261,19 @@ class Copier:
 
     def _pin(self) -> None:
         """Make the arena DMA-able and set up the side stream and its two reused staging buffers."""
-        status = cuda.cudart().cudaHostRegister(
-            self._arena.bytes.data_ptr(), self._arena.bytes.numel(), 0
-        )
-        if int(status) != 0:
-            raise RuntimeError(
-                f"cannot pin {self._arena.bytes.numel()} bytes of host memory ({status}); "
-                "lower EngineSpec.arena_bytes or raise the locked-memory limit"
+        arena = self._arena.bytes
+        self._pinned = int(cuda.cudart().cudaHostRegister(arena.data_ptr(), len(arena), 0)) == 0
+        if not self._pinned:
+            log.warning(
+                "cannot pin the %d bytes of the hand-over arena (locked-memory limit, or a sandbox): "
+                "hidden states take one more copy in host memory",
+                len(arena),
             )
+            with suppress(
+                RuntimeError
+            ):  # the next kernel launch reports the refused call: let it be this one
+                torch.zeros(1, device=self._cache.device)
+        self._bouncer = ThreadPoolExecutor(1, "bounce")
         self._stream = cuda.Stream()
         block_bytes = self._cache[0].numel() * self._cache.element_size()
         blocks = max(1, STAGING_BYTES // block_bytes)
@@ -274,9 +287,8 @@ class Copier:
 
     def _copy_cuda(self, save: Save, out: Tensor) -> Copy:
         """Gather and copy on the side stream, behind everything launched so far."""
-        ready = cuda.Event()
-        ready.record()
-        self._stream.wait_event(ready)
+        host = out if self._pinned else torch.empty_like(out, pin_memory=True)
+        self._stream.wait_stream(cuda.current_stream())
         with cuda.stream(self._stream):
             index = torch.tensor(save.block_ids, dtype=torch.int64).pin_memory()
             index = index.to(self._cache.device, non_blocking=True)
@@ -288,15 +300,22 @@ class Copier:
                 if self._converted is not self._staging:
                     self._converted[: len(part)].copy_(self._staging[: len(part)])
                 rows = self._converted[: len(part)].flatten(0, 1)
-                target = out[first * self._block : (first + len(part)) * self._block]
+                target = host[first * self._block : (first + len(part)) * self._block]
                 rows = rows[: len(target)]
                 target.copy_(rows, non_blocking=True)
                 total += rows.sum(dtype=torch.float32)
             checksum = torch.empty((), dtype=torch.float32, pin_memory=True)
             checksum.copy_(total, non_blocking=True)
-            done = cuda.Event()
-            done.record(self._stream)
-        return Copy(save, checksum, done)
+            done = self._stream.record_event()
+        if self._pinned:
+            return Copy(save, checksum, done.query)
+
+        def bounce() -> None:
+            done.synchronize()
+            out.copy_(host)
+
+        bounced = self._bouncer.submit(bounce)
+        return Copy(save, checksum, lambda: bounced.done() and bounced.result() is None)
 
 
 def _runs(block_ids: list[int]) -> list[tuple[int, int]]:

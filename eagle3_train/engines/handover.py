@@ -5,8 +5,8 @@
   copy blocks -> region, drop the blocks         done ->    verify, hand the region to the consumer
                                                             consumer done: region is free again
 
-The arena is an anonymous memory file, opened by the worker through /proc; the channel is an abstract
-Unix socket. Both vanish with the process, so nothing can be left in /dev/shm, whatever dies.
+The arena is an anonymous memory file; the channel is an abstract Unix socket, over which the worker gets
+the file. Both vanish with the process, so nothing can be left in /dev/shm, whatever dies.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import torch
@@ -40,13 +41,9 @@ class Region:
 class ArenaMemory:
     """A mapping of the arena; owner and worker hold one each."""
 
-    def __init__(self, path: str, nbytes: int) -> None:
-        fd = os.open(path, os.O_RDWR)
-        try:
-            self._map = mmap.mmap(fd, nbytes)
-        finally:
-            os.close(fd)
-        self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
+    def __init__(self, fd: int, nbytes: int) -> None:
+        """`fd` stays the caller's."""
+        self.bytes = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """View of `shape` at byte `offset`."""
@@ -59,10 +56,9 @@ class Arena:
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = _aligned(nbytes)
-        self._fd = os.memfd_create("eagle3-hidden-states")
-        os.ftruncate(self._fd, self.nbytes)
-        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self.memory = ArenaMemory(self.path, self.nbytes)
+        self.fd = os.memfd_create("eagle3-hidden-states")
+        os.ftruncate(self.fd, self.nbytes)
+        self.memory = ArenaMemory(self.fd, self.nbytes)
         self._free: list[Region] = [Region(0, self.nbytes)]  # sorted by offset, never adjacent
         self._changed = threading.Condition()
         self._queue: deque[object] = deque()
@@ -125,7 +121,7 @@ class Arena:
                 return
             self._closed = True
             self._changed.notify_all()
-        os.close(self._fd)
+        os.close(self.fd)
 
     def _take(self, nbytes: int) -> Region | None:
         need = _aligned(max(nbytes, 1))
@@ -170,9 +166,18 @@ class Channel:
         self._connection.close()
 
 
-def connect(address: str, token: str) -> Channel:
-    """The worker's end of the channel."""
-    return Channel(Client(f"\0{address}", "AF_UNIX", authkey=token.encode()))
+def connect(address: str, token: str, arena_bytes: int) -> tuple[Channel, ArenaMemory]:
+    """The worker's end of the channel, and its mapping of the arena."""
+    connection = _dial(address, token)
+    fd = recv_handle(connection)
+    try:
+        return Channel(connection), ArenaMemory(fd, arena_bytes)
+    finally:
+        os.close(fd)
+
+
+def _dial(address: str, token: str) -> Connection:
+    return Client(f"\0{address}", "AF_UNIX", authkey=token.encode())
 
 
 class Handover:
@@ -194,10 +199,9 @@ class Handover:
     def connector_config(self) -> dict[str, Any]:
         """What the connector needs to find the arena and the channel."""
         return {
-            "arena": self.arena.path,
-            "arena_bytes": self.arena.nbytes,
             "address": self._address,
             "token": self._token,
+            "arena_bytes": self.arena.nbytes,
         }
 
     def grant(self, key: str, hidden: int, ids: int, tokens: int) -> None:
@@ -215,7 +219,7 @@ class Handover:
         self._closing = True
         if self._channel is None:  # nobody ever connected: release accept()
             with suppress(OSError):
-                connect(self._address, self._token).close()
+                _dial(self._address, self._token).close()
         else:
             self._channel.close()
         self._listener.close()
@@ -227,7 +231,9 @@ class Handover:
 
     def _receive(self) -> None:
         try:
-            self._channel = Channel(self._listener.accept())
+            connection = self._listener.accept()
+            self._channel = Channel(connection)
+            send_handle(connection, self.arena.fd, 0)
             while True:
                 self._on_message(self._channel.receive())
         except (OSError, EOFError) as error:
