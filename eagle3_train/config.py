@@ -300,6 +300,9 @@ class EvaluateConfig(Section):
     """Also serve the drafter as it was before training."""
     max_k: PositiveInt = 7
     """Largest k of the walked estimate."""
+    sampled_answers: NonNegativeInt = 0
+    """Short sampled answers per prompt, with and without drafter, tested for having one distribution; 0 tests only what
+    `sampling` itself measures at a temperature."""
     against: str | None = None
     """Directory of another drafter for the same target, measured on the same prompts."""
 

@@ -8,6 +8,13 @@ exists here too, under its own name.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+
+from eagle3_train.drafter.frozen import FrozenTarget
+from eagle3_train.drafter.losses import LossOptions
+from eagle3_train.drafter.model import Eagle3Drafter
+from eagle3_train.drafter.rows import PackedBatch
+from eagle3_train.drafter.ttt import StepOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +89,19 @@ def uniform_start_prefix_accuracy(accepted: np.ndarray, supervised: np.ndarray) 
     hits = np.array([(accepted > k).sum() for k in range(len(supervised))])
     share: np.ndarray = hits / np.maximum(supervised, 1)
     return share
+
+
+@torch.no_grad()
+def walk_batch(
+    drafter: Eagle3Drafter,
+    target: FrozenTarget,
+    batch: PackedBatch,
+    options: LossOptions | None = None,
+    normaliser: float = 1.0,
+) -> tuple[StepOutput, Acceptance]:
+    """The training step's own forward pass over a pack, and the walk of its answers, as deep as its rows are planned."""
+    out = drafter(batch, target, options or LossOptions(), normaliser, True)
+    assert out.metrics is not None
+    starts = batch.rows.starts.cpu().numpy()
+    accepted, begin = out.metrics.accepted.cpu().numpy(), batch.rows.begin.cpu().numpy()
+    return out, walk_answers(accepted, starts, begin[starts], len(batch.rows.counts))

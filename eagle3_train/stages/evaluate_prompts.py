@@ -104,8 +104,8 @@ def _next_turn(prompt: Prompt, answer: str, renderer: Renderer) -> Prompt:
     return Prompt(f"{prompt.id}-next", prompt.domain, ids, following.to_json())
 
 
-def requests(config: JobConfig, prompts: Sequence[Prompt]) -> list[Request]:
-    """What the engine is asked, each prompt with a seed of its own when sampling."""
+def requests(config: JobConfig, prompts: Sequence[Prompt], seed: int = 0) -> list[Request]:
+    """What the engine is asked, each prompt with a seed of its own (from `seed` on) when sampling."""
     sampling = config.evaluate.sampling
     return [
         Request(
@@ -115,7 +115,7 @@ def requests(config: JobConfig, prompts: Sequence[Prompt]) -> list[Request]:
             sampling.temperature,
             sampling.top_p,
             sampling.top_k,
-            seed=index if sampling.temperature else None,
+            seed=number if sampling.temperature else None,
         )
-        for index, prompt in enumerate(prompts)
+        for number, prompt in enumerate(prompts, seed)
     ]

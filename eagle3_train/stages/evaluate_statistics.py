@@ -1,4 +1,4 @@
-"""What evaluation computes from counts and token ids: ratios, intervals, loops, the best k. Pure numpy."""
+"""What evaluation computes from counts and token ids: ratios, intervals, loops, the best k. No engine."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from eagle3_train.drafter.walk import Acceptance
+
 LOOP_MIN_TOKENS = 32
 LOOP_BIGRAMS = 0.5  # of an ordinary 128-token answer, about 0.9 of the bigrams are distinct
 DRAWS = 2000
+
+Tokens = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,10 +24,10 @@ class Answer:
     """One measured request: what came back, and vLLM's counters for it alone (None when others ran beside it)."""
 
     id: str
-    prompt_tokens: int
+    prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
     num_drafts: int | None = None
-    num_accepted: int | None = None
+    accepted_per_position: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +37,6 @@ class Measurement:
     answers: tuple[Answer, ...]
     wall_s: float
     num_drafts: int
-    num_accepted: int
     accepted_per_position: tuple[int, ...]
 
     @property
@@ -53,7 +56,6 @@ def pooled(parts: Sequence[Measurement]) -> Measurement:
         answers=tuple(answer for part in parts for answer in part.answers),
         wall_s=sum(part.wall_s for part in parts),
         num_drafts=sum(part.num_drafts for part in parts),
-        num_accepted=sum(part.num_accepted for part in parts),
         accepted_per_position=tuple(
             map(sum, zip(*(part.accepted_per_position for part in parts), strict=True))
         ),
@@ -61,16 +63,22 @@ def pooled(parts: Sequence[Measurement]) -> Measurement:
 
 
 def served_row(
-    served: Measurement, reference: Measurement, plain: Measurement | None, exact: bool
+    served: Measurement,
+    reference: Measurement,
+    plain: Measurement | None,
+    walked: Acceptance | None,
+    exact: bool,
 ) -> dict[str, Any]:
     """One line of evaluation.json, names of dataset, drafter and setting apart.
 
-    reference: answers without drafter; plain: their speed at the same concurrency, if measured. exact: greedy in
-    float32, where every answer must equal the reference. acceptance_length is vLLM's own count;
-    acceptance_length_kept leaves out drafts accepted beyond the end of an answer.
+    reference: answers without drafter; plain: their speed at the same concurrency, if measured; walked: the same
+    answers walked, when they are greedy. exact: greedy in float32, where every answer must equal the reference.
+    acceptance_length is vLLM's own count; acceptance_length_kept leaves out drafts accepted beyond the end of
+    an answer.
     """
     drafts = max(served.num_drafts, 1)
     per_position = [count / drafts for count in served.accepted_per_position]
+    by_k = [] if walked is None else walked.expected_length.tolist()
     outputs = [answer.output_ids for answer in served.answers]
     alone = {answer.id: answer.output_ids for answer in reference.answers}
     same = [alone[answer.id] == answer.output_ids for answer in served.answers]
@@ -79,9 +87,11 @@ def served_row(
         "requests": len(outputs),
         "output_tokens": served.output_tokens,
         "num_drafts": served.num_drafts,
-        "acceptance_length": 1.0 + served.num_accepted / drafts,
+        "acceptance_length": 1.0 + sum(per_position),
         "acceptance_length_kept": (served.output_tokens - len(outputs)) / drafts,
         "acceptance_interval": acceptance_interval(served.answers),
+        "expected_acceptance_length": by_k[len(per_position) - 1] if by_k else None,
+        "expected_by_k": by_k,
         "acceptance_by_context": length_buckets(served.answers),
         "per_position_acceptance": per_position,
         "conditional_acceptance": conditional(per_position),
@@ -128,31 +138,79 @@ def acceptance_interval(answers: Sequence[Answer], seed: int = 0) -> list[float]
 
 def paired_difference(
     ours: Sequence[Answer], theirs: Sequence[Answer], seed: int = 0
-) -> list[float] | None:
-    """95 % interval of our acceptance length minus theirs on the same prompts, resampled together."""
+) -> dict[str, Any] | None:
+    """Our acceptance length minus theirs on the same prompts; 95 % interval from resampling both together."""
     assert [a.id for a in ours] == [a.id for a in theirs]
     left, right = _counts(ours), _counts(theirs)
     if left is None or right is None:
         return None
     draws = _draws(len(left), seed)
     edges = np.quantile(_resampled(left, draws) - _resampled(right, draws), (0.025, 0.975))
-    return [float(edge) for edge in edges]
+    whole = np.arange(len(left))[None]
+    difference = _resampled(left, whole) - _resampled(right, whole)
+    return {"difference": float(difference[0]), "interval": [float(edge) for edge in edges]}
 
 
-def length_buckets(answers: Sequence[Answer]) -> dict[str, float] | None:
-    """Acceptance length by context length (prompt + answer, powers of two from 256); None without counters."""
-    if _counts(answers) is None:
-        return None
+def length_buckets(answers: Sequence[Answer]) -> dict[str, dict[str, Any]] | None:
+    """Acceptance by context length (prompt + answer, powers of two from 256); None without counters."""
     groups: dict[int, list[Answer]] = {}
     for answer in answers:
-        tokens = answer.prompt_tokens + len(answer.output_ids)
+        tokens = len(answer.prompt_ids) + len(answer.output_ids)
         groups.setdefault(max(256, 1 << (tokens - 1).bit_length()), []).append(answer)
     found = {}
     for bound, group in sorted(groups.items()):
         counts = _counts(group)
-        if counts is not None:
-            found[f"<= {bound}"] = float(1 + counts[:, 0].sum() / counts[:, 1].sum())
+        if counts is None:
+            return None
+        *accepted, drafts = counts.sum(axis=0).tolist()
+        per_position = [count / drafts for count in accepted]
+        found[f"<= {bound}"] = {
+            "requests": len(group),
+            "acceptance_length": 1.0 + sum(per_position),
+            "per_position_acceptance": per_position,
+            "conditional_acceptance": conditional(per_position),
+        }
     return found
+
+
+def agreement(
+    plain: Sequence[Sequence[Tokens]], drafted: Sequence[Sequence[Tokens]], seed: int = 0
+) -> float:
+    """p-value that sampled answers with and without drafter come from one distribution (permutation test).
+
+    Both: for each prompt, its answers. Compared are how often a token occurs, over all prompts, and which token
+    stands at each place of each prompt's answers; answers change sides only within their prompt, so the
+    test is exact whatever the prompts are.
+    """
+    cells: dict[tuple[int, ...], int] = {}
+    places: list[int] = []
+    owner: list[int] = []
+    prompt_of: list[int] = []
+    side: list[int] = []
+    for number, groups in enumerate(zip(plain, drafted, strict=True)):
+        for sign, answers in zip((1, -1), groups, strict=True):
+            for answer in answers:
+                for place, token in enumerate(answer):
+                    for cell in ((token,), (number, place, token)):
+                        places.append(cells.setdefault(cell, len(cells)))
+                        owner.append(len(side))
+                prompt_of.append(number)
+                side.append(sign)
+    at, of = np.array(places, dtype=np.int64), np.array(owner, dtype=np.int64)
+    totals = np.bincount(at)
+    signs, prompts = np.array(side, dtype=np.float64), np.array(prompt_of)
+
+    def distance(signs: npt.NDArray[np.float64]) -> float:
+        return float((np.bincount(at, signs[of]) ** 2 / totals).sum())
+
+    rng = np.random.default_rng(seed)
+    measured, larger = distance(signs), 0
+    in_order = np.argsort(prompts, kind="stable")
+    for _ in range(DRAWS):
+        shuffled = np.empty_like(signs)
+        shuffled[in_order] = signs[np.lexsort((rng.random(len(signs)), prompts))]
+        larger += distance(shuffled) >= measured - 1e-9
+    return (1 + larger) / (1 + DRAWS)
 
 
 def best_k(
@@ -174,12 +232,12 @@ def best_k(
 
 
 def _counts(answers: Sequence[Answer]) -> npt.NDArray[np.int64] | None:
-    """int64 [answers, 2]: accepted, drafts; None when any answer lacks them or nothing was drafted."""
-    pairs = [(a.num_accepted, a.num_drafts) for a in answers]
-    if not pairs or any(accepted is None or drafts is None for accepted, drafts in pairs):
+    """int64 [answers, k + 1]: accepted at each position, drafts; None when an answer lacks them or none drafted."""
+    if not answers or any(a.accepted_per_position is None for a in answers):
         return None
-    counts = np.array(pairs, dtype=np.int64)
-    return counts if counts[:, 1].sum() else None
+    rows = [(*(a.accepted_per_position or ()), a.num_drafts) for a in answers]
+    counts = np.array(rows, dtype=np.int64)
+    return counts if counts[:, -1].sum() else None
 
 
 def _draws(size: int, seed: int) -> npt.NDArray[np.int64]:
@@ -190,6 +248,6 @@ def _resampled(
     counts: npt.NDArray[np.int64], draws: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.float64]:
     """Acceptance length of each resampling of the prompts."""
-    accepted, drafts = counts[draws].sum(axis=1).T
-    lengths: npt.NDArray[np.float64] = 1.0 + accepted / np.maximum(drafts, 1)
+    sums = counts[draws].sum(axis=1)
+    lengths: npt.NDArray[np.float64] = 1.0 + sums[:, :-1].sum(1) / np.maximum(sums[:, -1], 1)
     return lengths

@@ -21,7 +21,7 @@ from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.rows import PackedBatch, plan_rows
 from eagle3_train.drafter.spec import DrafterSpec
-from eagle3_train.drafter.walk import walk_answers
+from eagle3_train.drafter.walk import walk_batch
 from eagle3_train.engines.engine import Engine
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.records import Generation
@@ -188,17 +188,12 @@ def test_the_trained_drafter_is_accepted_where_the_untrained_one_was_not(served:
 def test_the_engine_drafts_exactly_the_rounds_that_the_exported_weights_predict(
     served: Served,
 ) -> None:
-    spec, tensors, d2t, boundaries = read_checkpoint(served.directory)
+    spec, tensors, d2t, boundaries = read_checkpoint(served.directory, served.spec)
     assert (spec, d2t is not None) == (served.spec, True)
     assert boundaries is not None
     drafter = Eagle3Drafter(spec)
     drafter.load_state_dict(tensors)
-    with torch.no_grad():
-        out = drafter(served.batch, served.frozen, LossOptions(), 1.0, True)
-    assert out.metrics is not None
-    rows = served.batch.rows
-    begin = rows.begin[rows.starts.long()]
-    walked = walk_answers(out.metrics.accepted.numpy(), rows.starts.numpy(), begin.numpy(), K)
+    walked = walk_batch(drafter, served.frozen, served.batch)[1]
     assert served.counters.num_drafts == walked.rounds[K - 1]
     # vLLM also counts drafts accepted beyond max_tokens: at most K for each answer.
     surplus = served.counters.num_accepted_tokens - walked.accepted[K - 1]

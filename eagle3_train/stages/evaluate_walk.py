@@ -1,0 +1,145 @@
+"""What acceptance should be on the very answers that are measured, at every k: one capture, no engine per k.
+
+The target reads its own greedy answers once more with its layers tapped; then each drafter is walked over
+the states as the engine drafts. All states of the evaluated answers exist at once, in the object store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+import torch
+
+from eagle3_train.config import JobConfig
+from eagle3_train.drafter.checkpoint import read_checkpoint
+from eagle3_train.drafter.rows import PackedBatch, plan_rows
+from eagle3_train.drafter.walk import Acceptance, walk_batch
+from eagle3_train.engines.pool import spec_for
+from eagle3_train.runlog import log
+from eagle3_train.stages.evaluate_engine import Server, serving
+from eagle3_train.stages.evaluate_statistics import Answer
+from eagle3_train.target.facts import read_facts, resolve_boundaries
+from eagle3_train.training.initial import read_drafter
+
+Walks = dict[str, list[Acceptance]]
+"""Dataset -> the walk of each answer, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapturedAnswers:
+    """A reference to the states of some answers [tokens, boundaries * hidden], and their places in the order asked."""
+
+    states: Any
+    places: list[int]
+
+
+def walk_answers_of(
+    config: JobConfig,
+    drafters: dict[str, Path],
+    answers: Mapping[str, Sequence[Answer]],
+    dtype: str,
+) -> dict[str, Walks]:
+    """Drafter -> its walks of every dataset's answers; dtype is the engine's."""
+    layers = read_facts(config.target.path).num_layers
+    taps = {
+        name: resolve_boundaries(read_checkpoint(directory).boundaries, layers)
+        for name, directory in drafters.items()
+    }
+    everything = [answer for group in answers.values() for answer in group]
+    boundaries = tuple(sorted(set().union(*taps.values())))
+    packs = capture(config, everything, boundaries, dtype)
+    gpus = min(1.0, config.engine.gpus_per_worker)
+    task = ray.remote(walk).options(num_cpus=1, num_gpus=gpus)
+    jobs = {
+        name: task.remote(config, drafters[name], taps[name], boundaries, packs, everything, dtype)
+        for name in drafters
+    }
+    found: dict[str, Walks] = {}
+    for name, job in jobs.items():
+        rest = iter(ray.get(job))
+        found[name] = {dataset: [next(rest) for _ in group] for dataset, group in answers.items()}
+    return found
+
+
+def capture(
+    config: JobConfig, answers: Sequence[Answer], boundaries: tuple[int, ...], dtype: str
+) -> list[CapturedAnswers]:
+    """Have the target read prompts and answers, without the last token of each."""
+    spec = replace(
+        spec_for(config, "capture", boundaries),
+        enforce_eager=True,
+        capture_dtype="float32" if dtype == "float32" else "bfloat16",
+    )
+    with serving(config, spec) as engine:
+        return [
+            _capture_pack(engine, answers, places)
+            for places in packed([len(_ids(a)) - 1 for a in answers], config.stream.tokens_per_pack)
+        ]
+
+
+def _capture_pack(engine: Server, answers: Sequence[Answer], places: list[int]) -> CapturedAnswers:
+    ids = [_ids(answers[place])[:-1] for place in places]
+    states, meta = engine.replica.capture.options(num_returns=2).remote(ids)
+    _, bad = ray.get(meta)
+    if bad:
+        raise ValueError(
+            f"the engine did not capture {len(bad)} answers: {next(iter(bad.values()))}"
+        )
+    return CapturedAnswers(states, places)
+
+
+def packed(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Places in order, cut into packs of at most `budget` tokens (or one longer answer)."""
+    packs: list[list[int]] = []
+    room = 0
+    for place, length in enumerate(lengths):
+        if not packs or length > room:
+            packs.append([])
+            room = budget
+        packs[-1].append(place)
+        room -= length
+    return packs
+
+
+def walk(
+    config: JobConfig,
+    directory: Path,
+    tapped: tuple[int, ...],
+    captured: tuple[int, ...],
+    packs: Sequence[CapturedAnswers],
+    answers: Sequence[Answer],
+    dtype: str,
+) -> list[Acceptance]:
+    """Walk one drafter, which reads `tapped` of the `captured` boundaries; runs as a Ray task."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    own = getattr(torch, dtype)
+    drafter, frozen = read_drafter(config, directory, own)
+    drafter, frozen = drafter.to(device), frozen.to(device, own)
+    columns = [captured.index(boundary) for boundary in tapped]
+    found = []
+    for pack in packs:
+        array = torch.from_numpy(ray.get(pack.states).copy())
+        rows = array.view(torch.bfloat16) if array.dtype == torch.int16 else array
+        states = rows.view(len(rows), len(captured), -1)[:, columns].to(device, own)
+        first = 0
+        for place in pack.places:
+            answer = answers[place]
+            ids = _ids(answer)
+            mask = np.arange(len(ids)) >= len(answer.prompt_ids)
+            part = states[first : first + len(ids) - 1]
+            first += len(ids) - 1
+            plan = plan_rows([ids], [mask], config.evaluate.max_k).to(device)
+            batch = PackedBatch(plan, part[:, :-1].flatten(1), part[:, -1])
+            found.append(walk_batch(drafter, frozen, batch)[1])
+    log.info("evaluate: walked %s over %d answers", directory.name, len(found))
+    return found
+
+
+def _ids(answer: Answer) -> npt.NDArray[np.int32]:
+    return np.array([*answer.prompt_ids, *answer.output_ids], dtype=np.int32)
