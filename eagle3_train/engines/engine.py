@@ -70,7 +70,7 @@ class Engine:
         self.spec = spec
         self._target = read_facts(spec.model)
         check(spec, self._target)
-        versions.prepare_environment(spec.own_process)
+        versions.prepare_environment(spec.own_process, spec.v1_runner)
         if not _ALIVE.acquire(blocking=False):
             raise EngineError("a process holds one engine at a time; close the other one first")
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -153,13 +153,13 @@ class Engine:
         self._call(swap)
 
     def record_drafts(self) -> None:
-        """Keep every list of draft tokens from now on; for tests, core in this process."""
+        """Keep every list of draft tokens from now on; needs EngineSpec.v1_runner."""
         self._call(lambda: self._llm.collective_rpc("record_drafts"))
 
     def take_drafts(self) -> list[Drafted]:
         """Lists of draft tokens recorded since the last call, in order."""
-        drafts: list[Drafted] = self._call(lambda: self._llm.collective_rpc("take_drafts")[0])
-        return drafts
+        drafts = self._call(lambda: self._llm.collective_rpc("take_drafts")[0])
+        return [Drafted(key, at, token, tuple(ids)) for key, at, token, ids in drafts]
 
     def facts(self) -> EngineFacts:
         """What the started engine says of itself."""

@@ -136,6 +136,7 @@ def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -
 def _capture_arguments(spec: EngineSpec, connector: dict[str, Any]) -> dict[str, Any]:
     return {
         "scheduler_cls": "eagle3_train.engines.scheduler.CaptureScheduler",
+        "async_scheduling": False,  # on by default on GPU, where it takes a scheduler made for it
         "speculative_config": {
             "method": "extract_hidden_states",
             "num_speculative_tokens": 1,

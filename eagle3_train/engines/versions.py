@@ -23,7 +23,7 @@ QUIET = {
 }
 
 
-def prepare_environment(own_process: bool | None) -> None:
+def prepare_environment(own_process: bool | None, v1_runner: bool) -> None:
     """Set what vLLM only reads from the environment; must run before vLLM is imported.
 
     own_process: whether the core gets a process of its own; null means yes on GPU, no on CPU.
@@ -34,6 +34,8 @@ def prepare_environment(own_process: bool | None) -> None:
     if own_process is None:
         own_process = not on_cpu()
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = str(int(own_process))
+    if v1_runner:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"
 
 
 def release() -> tuple[int, int]:

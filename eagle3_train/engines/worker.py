@@ -42,7 +42,7 @@ class WorkerExtension:
         """From now on keep what the drafter proposes (V1 model runner)."""
         runner = self.model_runner
         propose = runner.drafter.propose
-        self.drafted: list[Drafted] = []
+        self.drafted: list[tuple[str, int, int, list[int]]] = []
 
         def recording(*args: Any, **kwargs: Any) -> Any:
             positions = kwargs["target_positions"].clone()
@@ -55,19 +55,19 @@ class WorkerExtension:
             drafts = propose(*args, **kwargs)
             for index, row in enumerate(rows.tolist()):
                 self.drafted.append(
-                    Drafted(
+                    (
                         request_ids[index],
                         int(positions[row]),
                         int(next_tokens[index]),
-                        tuple(int(token) for token in drafts[index]),
+                        drafts[index].tolist(),
                     )
                 )
             return drafts
 
         runner.drafter.propose = recording
 
-    def take_drafts(self) -> list[Drafted]:
-        """What was recorded since the last call."""
+    def take_drafts(self) -> list[tuple[str, int, int, list[int]]]:
+        """Fields of what was recorded since the last call; plain, so that they can leave the core's process."""
         drafted, self.drafted = self.drafted, []
         return drafted
 

@@ -2,6 +2,9 @@
 
 The checks are functions of captured tensors; `live_checks` feeds them from up to three engines, one after the
 other: capture, capture with chunked prefill and prefix hits, and serving an untrained drafter.
+
+Two runs of one model in bfloat16 differ by a few parts in a thousand, which decides between tokens whose logits are
+closer than that. So "the engine's token" means one whose logit, computed here, is the highest or within rounding of it.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,11 +26,12 @@ from eagle3_train.config import JobConfig
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.drafter.checkpoint import write_checkpoint
 from eagle3_train.drafter.checkpoint_format import ServedTarget
-from eagle3_train.drafter.drafting import draft_tokens
+from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.engines.engine import Engine
 from eagle3_train.engines.launch import EngineError
+from eagle3_train.engines.pool import spec_for
 from eagle3_train.engines.spec import EngineSpec, Request
 from eagle3_train.engines.worker import Drafted
 from eagle3_train.preflight.check import Check
@@ -46,6 +51,17 @@ ANSWER_TOKENS = 48
 # Small enough that every question is read in several parts.
 CHUNK_TOKENS = 32
 PARITY, COSINE = 0.99, 0.999
+
+
+class Rounding(NamedTuple):
+    """What the engine's arithmetic allows. slack: distance to the highest logit, in parts of the largest
+    magnitude; share: of rows and draft lists that must agree (an expert chosen otherwise moves a whole row)."""
+
+    slack: float
+    share: float
+
+
+EXACT, ROUNDED = Rounding(1e-4, 1.0), Rounding(2**-5, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,31 +88,51 @@ def states_complete(answers: Sequence[Answer], hidden_size: int, num_boundaries:
     return Check("states", "ok", f"{tokens} positions: complete, finite, ids echoed")
 
 
-def teacher_parity(answers: Sequence[Answer], weights: FrozenWeights, eps: float) -> Check:
+def leads(logits: Tensor, said: Tensor, slack: float) -> Tensor:
+    """Per row of logits [n, vocab], whether token said[n] has the highest one, or one within `slack` of it."""
+    chosen = logits.gather(-1, said[:, None])[:, 0]
+    return chosen >= logits.amax(-1) - slack * logits.abs().amax(-1)
+
+
+def teacher_logits(states: Tensor, weights: FrozenWeights, eps: float) -> Tensor:
+    """The target's logits [n, vocab] from states [n, boundaries, hidden], float32."""
+    last = states[:, -1].float()
+    normed = F.rms_norm(last, last.shape[-1:], weights.norm_weight.float(), eps)
+    return (normed.to(weights.lm_head.dtype) @ weights.lm_head.T).float()
+
+
+def teacher_parity(
+    answers: Sequence[Answer], weights: FrozenWeights, eps: float, rounding: Rounding
+) -> Check:
     """Whether final norm and head, on the last captured boundary, choose the tokens the engine chose."""
-    right = total = 0
+    exact = near = total = 0
     for answer in answers:
-        last = answer.states[answer.prompt_tokens - 1 :, -1].float()
-        normed = F.rms_norm(last, last.shape[-1:], weights.norm_weight.float(), eps)
-        chosen = (normed.to(weights.lm_head.dtype) @ weights.lm_head.T).argmax(-1)
+        logits = teacher_logits(answer.states[answer.prompt_tokens - 1 :], weights, eps)
         said = torch.tensor(answer.ids[answer.prompt_tokens :])
-        right += int((chosen == said).sum())
+        exact += int((logits.argmax(-1) == said).sum())
+        near += int(leads(logits, said, rounding.slack).sum())
         total += len(said)
-    reason = f"final norm and head on captured states choose the engine's token at {right} of {total} positions"
-    if right < PARITY * total:
+    ties = f" ({near - exact} of them within rounding of another)" if near > exact else ""
+    reason = f"final norm and head on captured states choose the engine's token at {near} of {total} positions{ties}"
+    if near < PARITY * total:
         fix = "the last boundary is another layer than assumed, or the final norm or head is read wrongly"
         return Check("teacher_parity", "fail", reason, fix)
     return Check("teacher_parity", "ok", reason)
 
 
-def agreement(name: str, first: Sequence[Tensor], second: Sequence[Tensor]) -> Check:
-    """Whether two captures of the same samples agree at every position and boundary."""
-    lowest = min(
-        float(F.cosine_similarity(a.float(), b.float(), dim=-1).min())
-        for a, b in zip(first, second, strict=True)
+def agreement(
+    name: str, first: Sequence[Tensor], second: Sequence[Tensor], rounding: Rounding
+) -> Check:
+    """Whether two captures of the same samples agree, row by row (a row: one position, one boundary)."""
+    rows = torch.cat(
+        [
+            F.cosine_similarity(a.float(), b.float(), dim=-1).flatten()
+            for a, b in zip(first, second, strict=True)
+        ]
     )
-    reason = f"lowest cosine to the plain capture {lowest:.6f}"
-    if not lowest > COSINE:
+    alike = int((rows > COSINE).sum())
+    reason = f"{alike} of {len(rows)} rows as in the plain capture, lowest cosine {rows.min():.6f}"
+    if alike < rounding.share * len(rows):
         return Check(name, "fail", reason, f"do not rely on {name} with this engine version")
     return Check(name, "ok", reason)
 
@@ -105,7 +141,7 @@ def draft_parity(
     drafted: Sequence[tuple[Answer, Sequence[Drafted]]],
     drafter: Eagle3Drafter,
     target: FrozenTarget,
-    least: float,
+    rounding: Rounding,
 ) -> Check:
     """Whether the engine's draft tokens are those computed from the captured states."""
     same = total = 0
@@ -115,11 +151,14 @@ def draft_parity(
             known = one.position + 1 < len(answer.ids)
             if not known or answer.ids[one.position + 1] != one.next_token:
                 continue
-            ours = draft_tokens(drafter, target, ids, aux, one.position, len(one.draft_ids))
-            same += tuple(ours) == tuple(one.draft_ids)
+            tokens = torch.tensor(one.draft_ids)
+            _, logits = draft_logits(drafter, target, ids, aux, one.position, len(tokens), tokens)
+            drafts = torch.searchsorted(target.draft_ids, tokens).clamp(max=logits.shape[-1] - 1)
+            found = target.draft_ids[drafts] == tokens
+            same += bool((found & leads(logits, drafts, rounding.slack)).all())
             total += 1
-    reason = f"{same} of {total} draft lists equal those computed from captured states"
-    if not total or same < least * total:
+    reason = f"{same} of {total} draft lists are those computed from captured states"
+    if not total or same < rounding.share * total:
         fix = (
             "the drafter is fed other layers, positions or tokens while serving than while training"
         )
@@ -127,17 +166,35 @@ def draft_parity(
     return Check("draft_parity", "ok", reason)
 
 
-def lossless(plain: Sequence[Answer], served: Sequence[tuple[int, ...]], exact: bool) -> Check:
-    """Whether greedy answers with a drafter are those without; in low precision only a warning."""
-    same = sum(answer.ids == ids for answer, ids in zip(plain, served, strict=True))
+def lossless(
+    plain: Sequence[Answer],
+    served: Sequence[tuple[int, ...]],
+    weights: FrozenWeights,
+    eps: float,
+    rounding: Rounding,
+) -> Check:
+    """Whether greedy answers with a drafter are those without, or part only where two tokens tie."""
+    same, ties = 0, []
+    for answer, ids in zip(plain, served, strict=True):
+        if answer.ids == ids:
+            same += 1
+            continue
+        at = next(
+            (i for i, pair in enumerate(zip(answer.ids, ids, strict=False)) if len(set(pair)) > 1),
+            0,
+        )
+        logits = teacher_logits(answer.states[at - 1 : at], weights, eps)
+        ties.append(at > 0 and bool(leads(logits, torch.tensor([ids[at]]), rounding.slack)))
     reason = f"{same} of {len(plain)} greedy answers are the same with a drafter as without"
-    if same == len(plain):
-        return Check("lossless", "ok", reason)
-    return Check("lossless", "fail" if exact else "warn", reason, "compare in float32")
+    if not all(ties):
+        return Check("lossless", "fail", reason, "compare in float32")
+    if ties:
+        reason += f"; {len(ties)} part where two tokens are within rounding"
+    return Check("lossless", "ok", reason)
 
 
 def live_checks(config: JobConfig, facts: TargetFacts) -> list[Check]:
-    """Boot, capture, serve, compare. Engines start and stop one after the other in this process."""
+    """Boot, capture, serve, compare. Engines start and stop one after the other."""
     started = time.monotonic()
     checks: list[Check] = []
     try:
@@ -145,9 +202,10 @@ def live_checks(config: JobConfig, facts: TargetFacts) -> list[Check]:
         answers, alone, more = captured_answers(config, facts, spec)
         checks += more
         if alone:
-            checks.append(teacher_parity(answers, read_frozen(facts.path), facts.rms_norm_eps))
+            weights, allowed = read_frozen(facts.path), _rounding(spec)
+            checks.append(teacher_parity(answers, weights, facts.rms_norm_eps, allowed))
             checks += _stressed(spec, answers, alone, facts.mla is not None)
-            checks += _served(config, facts, spec, answers)
+            checks += _served(config, facts, spec, answers, weights)
     except EngineError as error:
         checks.append(Check("engine_start", "fail", str(error), "see docs/preflight.md"))
     checks.append(Check("live_time", "ok", f"{time.monotonic() - started:.0f} s"))
@@ -164,27 +222,19 @@ def _engine(spec: EngineSpec) -> Iterator[Engine]:
 
 
 def capture_spec(config: JobConfig, facts: TargetFacts) -> EngineSpec:
-    """The job's capture engine, its core in this process."""
-    engine = config.engine
-    return EngineSpec(
+    """The job's capture engine; an engine that computes in float32 is compared in float32."""
+    boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
+    return replace(
+        spec_for(config, "capture", boundaries),
         model=str(facts.path),
         tokenizer=config.target.tokenizer or str(facts.path),
-        purpose="capture",
-        boundaries=resolve_boundaries(config.drafter.aux_layers, facts.num_layers),
-        trust_remote_code=config.target.trust_remote_code,
-        dtype=engine.dtype,
-        tensor_parallel=engine.tensor_parallel,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        kv_cache_bytes=engine.kv_cache_bytes,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-        enforce_eager=engine.enforce_eager,
-        prefix_caching=engine.prefix_caching,
-        load_format=engine.load_format,
-        capture_dtype="float32" if engine.dtype == "float32" else "bfloat16",
-        own_process=False,
+        capture_dtype="float32" if config.engine.dtype == "float32" else "bfloat16",
+        v1_runner=True,
     )
+
+
+def _rounding(spec: EngineSpec) -> Rounding:
+    return EXACT if spec.capture_dtype == "float32" else ROUNDED
 
 
 def captured_answers(
@@ -214,8 +264,8 @@ def captured_answers(
         checks = [
             Check("engine_start", "ok", f"{started.resolved_class} in {started.start_s:.0f} s"),
             complete,
-            agreement("batched", alone, _prefill(engine, answers)),
-            agreement("decoded", alone, [answer.states for answer in answers]),
+            agreement("batched", alone, _prefill(engine, answers), _rounding(spec)),
+            agreement("decoded", alone, [answer.states for answer in answers], _rounding(spec)),
         ]
     return answers, alone, checks
 
@@ -259,11 +309,18 @@ def _stressed(
     with _engine(small) as engine:
         chunked = [states for answer in answers for states in _prefill(engine, [answer])]
         hit = [states for answer in answers for states in _prefill(engine, [answer])]
-    return [agreement("chunked_prefill", alone, chunked), agreement("prefix_hit", alone, hit)]
+    return [
+        agreement("chunked_prefill", alone, chunked, _rounding(spec)),
+        agreement("prefix_hit", alone, hit, _rounding(spec)),
+    ]
 
 
 def _served(
-    config: JobConfig, facts: TargetFacts, spec: EngineSpec, answers: list[Answer]
+    config: JobConfig,
+    facts: TargetFacts,
+    spec: EngineSpec,
+    answers: list[Answer],
+    weights: FrozenWeights,
 ) -> list[Check]:
     """An untrained drafter, exported and served: the same answers, and the drafts we compute ourselves."""
     drafter, target = untrained_drafter(config, facts)
@@ -304,6 +361,6 @@ def _served(
                 spoken.append(prompt + generation.output_ids)
                 drafted.append((answer, engine.take_drafts()))
     return [
-        lossless(answers, spoken, exact),
-        draft_parity(drafted, drafter, target, 1.0 if exact else 0.9),
+        lossless(answers, spoken, weights, facts.rms_norm_eps, _rounding(spec)),
+        draft_parity(drafted, drafter, target, _rounding(spec)),
     ]
