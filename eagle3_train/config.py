@@ -275,6 +275,8 @@ class PreflightConfig(Section):
 class ExportConfig(Section):
     """The drafter in the form vLLM and SGLang load."""
 
+    format: Literal["eagle3", "speculators"] = "eagle3"
+    """`eagle3` serves in vLLM and SGLang; `speculators` is that library's layout, for vLLM and llama drafters."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of the exported weights."""
     checkpoint: Literal["best", "last"] = "best"

@@ -22,14 +22,18 @@ from eagle3_train.drafter.checkpoint_format import (
     Dtype,
     ExportError,
     Json,
+    Layout,
     ServedTarget,
     engine_config,
     expected_tensors,
+    layout_of,
     read_config,
     read_tensors,
     save_shards,
     sglang_layer_ids,
     spec_from_config,
+    speculators_config,
+    tensor_names,
     twins,
 )
 from eagle3_train.drafter.spec import DrafterSpec
@@ -62,20 +66,28 @@ def write_checkpoint(
     dtype: Dtype = "bfloat16",
     max_shard_bytes: int = 5_000_000_000,
     metadata: Json | None = None,
+    layout: Layout = "eagle3",
 ) -> None:
     """Write `directory` whole or not at all, replacing an older one; d2t is None for the full vocabulary.
 
-    `weights` are those of `expected_tensors`; `metadata` goes into config.json under "eagle3_train".
+    `weights` are those of `expected_tensors`; `metadata` goes into config.json under "eagle3_train". The speculators
+    layout takes its verifier and draft tokens from metadata's "target" and "num_speculative_tokens".
     """
     assert (d2t is None) == spec.full_vocab, (
         "d2t belongs to a reduced draft vocabulary, and only there"
     )
-    tensors = {name: tensor.detach().to(getattr(torch, dtype)) for name, tensor in weights.items()}
-    tensors |= {copy: tensors[original].clone() for copy, original in twins(spec).items()}
+    facts, kind = metadata or {}, getattr(torch, dtype)
+    config = engine_config(spec, boundaries, target, dtype)
+    if layout == "speculators":
+        config = speculators_config(config, facts["target"], facts["num_speculative_tokens"])
+    config["eagle3_train"] = facts
+    tensors = {
+        name: weights[own].detach().to(kind, copy=name in twins(spec))
+        for name, own in tensor_names(spec, layout).items()
+    }
     if d2t is not None:
         tensors["d2t"] = d2t.to(torch.int64)
         tensors["t2d"] = membership(d2t, spec.vocab_size)
-    config = engine_config(spec, boundaries, target, dtype) | {"eagle3_train": metadata or {}}
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
@@ -118,7 +130,7 @@ def validate_checkpoint(
             f"config.json: {', '.join(wrong)} differ from the drafter that was trained"
         )
     tensors = read_tensors(directory)
-    _check_weights(tensors, found, str(config["dtype"]))
+    _check_weights(tensors, found, config)
     _check_vocabulary(tensors, found, target)
 
 
@@ -171,9 +183,9 @@ def _check_boundaries(config: Json, target: ServedTarget) -> None:
         raise ExportError(f"config.json: SGLang would read aux layers {nested} as other than {ids}")
 
 
-def _check_weights(tensors: dict[str, Tensor], spec: DrafterSpec, dtype: str) -> None:
-    shapes = expected_tensors(spec)
-    shapes |= {copy: shapes[original] for copy, original in twins(spec).items()}
+def _check_weights(tensors: dict[str, Tensor], spec: DrafterSpec, config: Json) -> None:
+    own, dtype = expected_tensors(spec), str(config["dtype"])
+    shapes = {name: own[origin] for name, origin in tensor_names(spec, layout_of(config)).items()}
     vocabulary = set() if spec.full_vocab else {"d2t", "t2d"}
     if missing := sorted((shapes.keys() | vocabulary) - tensors.keys()):
         raise ExportError(f"missing tensor {', '.join(missing)}")
@@ -237,7 +249,7 @@ def read_checkpoint(directory: Path, spec: DrafterSpec | None = None) -> Checkpo
     configurations, absent maps for a full vocabulary. Raises ExportError for architectures this project does not
     train, and, when `spec` is given, for another shape than it.
     """
-    config = _plain_config(read_config(directory))
+    config = read_config(directory)
     tensors = {_canonical(name): tensor for name, tensor in read_tensors(directory).items()}
     if tensors.pop("embed_tokens.weight", None) is not None:
         log.warning("%s: its embedding is ignored, a served drafter shares the target's", directory)
@@ -290,16 +302,6 @@ def _check_shape(directory: Path, found: DrafterSpec, wanted: DrafterSpec) -> No
         raise ExportError(
             f"{directory} has another shape ({'; '.join(differing)}); set the drafter section to its sizes"
         )
-
-
-def _plain_config(config: Json) -> Json:
-    """A speculators configuration flattened to the plain form; others unchanged."""
-    if "transformer_layer_config" not in config:
-        return config
-    outer = {key: value for key, value in config.items() if value is not None}
-    outer.setdefault("norm_before_residual", True)  # the default of that format
-    del outer["transformer_layer_config"]
-    return {**config["transformer_layer_config"], **outer, "num_hidden_layers": 1}
 
 
 def _boundaries(config: Json) -> tuple[int, ...] | None:

@@ -17,6 +17,7 @@ from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
 
 Json = dict[str, Any]
 Dtype = Literal["float32", "bfloat16"]
+Layout = Literal["eagle3", "speculators"]
 
 LLAMA, MLA = "LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"
 # vLLM turns a drafter of model_type deepseek_v3 into an MTP model; kimi_k2 parses as the same configuration.
@@ -207,8 +208,38 @@ def spec_from_config(config: Json) -> DrafterSpec:
         raise ExportError(f"config.json names no {error}") from error
 
 
+def speculators_config(config: Json, target_name: str, num_speculative_tokens: int) -> Json:
+    """What `engine_config` says in the layout of the speculators library, which vLLM also serves by itself.
+
+    Raises ExportError for latent attention: vLLM builds only Llama and Qwen3 drafters from that layout.
+    """
+    if config["architectures"] != [LLAMA]:
+        raise ExportError(
+            "the speculators layout holds no latent-attention (MLA) drafter; set export.format=eagle3"
+        )
+    outer = ["draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual"]
+    outer += [*SWITCHES, "tie_word_embeddings", "dtype", "torch_dtype", "architectures"]
+    layer = {key: value for key, value in config.items() if key not in outer}
+    proposal = {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}
+    return {
+        **{key: config[key] for key in outer},
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {"name_or_path": target_name, "architectures": []},
+        },
+        "transformer_layer_config": layer,
+    }
+
+
 def read_config(directory: Path) -> Json:
-    """config.json of a checkpoint. Raises ExportError when there is none."""
+    """config.json of a checkpoint; the speculators layout flattened, so that its keys stand where ours do.
+
+    Raises ExportError when there is none.
+    """
     path = directory / "config.json"
     if not path.is_file():
         raise ExportError(f"{directory} holds no config.json: not a checkpoint")
@@ -216,7 +247,25 @@ def read_config(directory: Path) -> Json:
         config: Json = json.loads(path.read_text())
     except ValueError as error:
         raise ExportError(f"{path} is not JSON: {error}") from error
-    return config
+    layer = config.pop("transformer_layer_config", None)
+    if layer is None:
+        return config
+    outer = {key: value for key, value in config.items() if value is not None}
+    outer.setdefault("norm_before_residual", True)  # what vLLM takes an absent key for
+    return {**layer, **outer, "architectures": [LLAMA]}
+
+
+def layout_of(config: Json) -> Layout:
+    """Which layout a configuration belongs to, flattened or not."""
+    return "speculators" if "speculators_model_type" in config else "eagle3"
+
+
+def tensor_names(spec: DrafterSpec, layout: Layout) -> dict[str, str]:
+    """Name on disk -> the drafter's own name, copies included."""
+    names = {name: name for name in expected_tensors(spec)} | twins(spec)
+    if layout == "eagle3":
+        return names
+    return {name.replace("midlayer.", "layers.0."): own for name, own in names.items()}
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from eagle3_train.drafter.checkpoint_format import layout_of, read_config
 from eagle3_train.rundir import write_atomic
 
 Json = dict[str, Any]
@@ -14,7 +15,7 @@ Json = dict[str, Any]
 
 def write_card(directory: Path, rows: Sequence[Json] = ()) -> None:
     """Write README.md from the directory's config.json and served measurements (evaluation.json's rows)."""
-    config = json.loads((directory / "config.json").read_text())
+    config = read_config(directory)
     facts = config["eagle3_train"]
     measured = [row for row in rows if row["drafter"] == "trained"]
     parts = [
@@ -85,6 +86,8 @@ def _launch(name: str, config: Json, facts: Json) -> list[str]:
         "  --speculative-draft-model-quantization unquant"
     )
     text = [f"`{name}` is the path of this directory. vLLM:", f"```bash\n{vllm}\n```"]
+    if layout_of(config) == "speculators":
+        return [*text, "This layout is vLLM's; export with `export.format=eagle3` for SGLang."]
     if config.get("kv_lora_rank") and (
         not config["q_lora_rank"] or config["num_hidden_layers"] > 1
     ):

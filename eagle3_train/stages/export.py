@@ -52,7 +52,7 @@ def _export(
 ) -> None:
     """Write, validate and describe one directory unless it already holds exactly this."""
     spec = spec_of(config)
-    source = f"{weights.parent.name}/{weights.name} as {config.export.dtype}"
+    source = f"{weights.parent.name}/{weights.name} as {config.export.dtype} {config.export.format}"
     if _is_current(directory, source):
         validate_checkpoint(directory, target, spec)
         log.info("export: %s is current", directory)
@@ -69,6 +69,7 @@ def _export(
         config.export.dtype,
         config.export.max_shard_bytes,
         {**metadata, "source": source},
+        config.export.format,
     )
     validate_checkpoint(directory, target, spec)
     write_card(directory)

@@ -15,7 +15,7 @@ import torch
 
 from eagle3_train.config import DrafterConfig
 from eagle3_train.drafter.checkpoint import read_checkpoint, validate_checkpoint, write_checkpoint
-from eagle3_train.drafter.checkpoint_format import ServedTarget
+from eagle3_train.drafter.checkpoint_format import Layout, ServedTarget
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
@@ -145,16 +145,27 @@ def served(
         sglang_ids=reads,
     )
 
-    def export(name: str) -> Path:
-        directory = folder / name
-        state = drafter.state_dict()
-        write_checkpoint(directory, spec, state, d2t, AUX[family], served_target, "float32")
+    def export(name: str, layout: Layout = "eagle3") -> Path:
+        directory, state = folder / name, drafter.state_dict()
+        write_checkpoint(
+            directory,
+            spec,
+            state,
+            d2t,
+            AUX[family],
+            served_target,
+            "float32",
+            metadata={"target": str(target), "num_speculative_tokens": K},
+            layout=layout,
+        )
         validate_checkpoint(directory, served_target, spec)
         return directory
 
     before = export("untrained")
     train(drafter, frozen, batch, steps=100)
     after = export("trained")
+    if family == "llama":  # the engine starts from the other layout, and must draft the same
+        after = export("speculators", "speculators")
     engine = Engine(
         engine_spec(target, purpose="serve", drafter=str(after), num_speculative_tokens=K)
     )

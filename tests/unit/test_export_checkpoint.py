@@ -365,55 +365,102 @@ def rewrite(directory: Path, rename: Callable[[str], str], config: Callable[[Jso
     path.write_text(json.dumps(config(json.loads(path.read_text()))))
 
 
-def legacy(config: Json) -> Json:
-    gone = (
-        "rope_parameters",
-        "num_aux_hidden_states",
-        "norm_before_residual",
-        NESTED,
-        "norm_output",
-    )
-    kept = {key: value for key, value in config.items() if key not in gone}
-    return kept | {"eagle_config": {NESTED: [1, 3, 4], "use_aux_hidden_state": True}}
+def specforge(config: Json) -> Json:
+    """As SpecForge and AQ-MedAI publish: one RoPE schema, nested ids, neither counts nor switches."""
+    gone = ("rope_parameters", "num_aux_hidden_states", "norm_before_residual", NESTED)
+    kept = {k: v for k, v in config.items() if k not in (*gone, "norm_output", "fc_norm")}
+    return kept | {"eagle_config": {NESTED: [2, 4, 5], "use_aux_hidden_state": True}}
+
+
+def torchspec(config: Json) -> Json:
+    """As TorchSpec and lightseek publish latent attention: SGLang's ids, the target's own YaRN keys."""
+    return specforge(config) | {
+        "eagle_config": {NESTED: [1, 3, 4], "use_aux_hidden_state": True},
+        "rope_scaling": {k: v for k, v in config["rope_scaling"].items() if k != "rope_type"},
+        "first_k_dense_replace": 1,
+    }
 
 
 def speculators(config: Json) -> Json:
-    layer = {
-        k: v for k, v in config.items() if k not in ("draft_vocab_size", NESTED, "architectures")
-    }
+    """As the speculators library writes: the layer's configuration inside, defaults left out or null."""
+    outside = ("draft_vocab_size", NESTED, "architectures", "norm_before_residual", "rope_theta")
+    layer = {k: v for k, v in config.items() if k not in (*outside, "num_aux_hidden_states")}
     return {
-        "architectures": ["Eagle3Speculator"],
+        "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
         "draft_vocab_size": config["draft_vocab_size"],
         "norm_before_residual": False,
+        "target_hidden_size": None,
         NESTED: config[NESTED],
-        "transformer_layer_config": layer | {"model_type": "llama", "num_hidden_layers": 1},
+        "speculators_config": {"algorithm": "eagle3", "verifier": {"name_or_path": "target"}},
+        "transformer_layer_config": layer,
     }
 
 
+def as_layer(name: str) -> str:
+    return name.replace("midlayer.", "layers.0.")
+
+
+LAYOUTS: list[tuple[str, DrafterSpec, Callable[[str], str], Callable[[Json], Json], bool]] = [
+    ("specforge", LLAMA_SPEC, lambda n: n, specforge, False),
+    ("aq-medai", replace(LLAMA_SPEC, num_kv_heads=4), lambda n: n, specforge, True),
+    ("specforge-trainer", LLAMA_SPEC, lambda n: f"draft_model.{n}", specforge, False),
+    ("torchspec", MLA_SPEC, lambda n: n, torchspec, True),
+    ("lightseek", replace(MLA_SPEC, draft_vocab_size=64), lambda n: n, torchspec, True),
+    ("model-prefix", LLAMA_SPEC, lambda n: f"model.{as_layer(n)}", specforge, True),
+    ("speculators", LLAMA_SPEC, as_layer, speculators, True),
+]
+
+
 @pytest.mark.parametrize(
-    ("rename", "config"),
-    [
-        (lambda n: n.replace("midlayer.", "layers.0."), legacy),
-        (lambda n: n if n in ("d2t", "t2d") else f"draft_model.{n}", legacy),
-        (
-            lambda n: n if n in ("d2t", "t2d") else f"model.{n}".replace("midlayer.", "layers.0."),
-            legacy,
-        ),
-        (lambda n: n.replace("midlayer.", "layers.0."), speculators),
-    ],
-    ids=["layers.0", "draft_model prefix", "model prefix", "speculators"],
+    ("spec", "rename", "config", "embedding"), [c[1:] for c in LAYOUTS], ids=[c[0] for c in LAYOUTS]
 )
 def test_other_projects_layouts_read_as_the_same_drafter(
-    tmp_path: Path, rename: Callable[[str], str], config: Callable[[Json], Json]
+    tmp_path: Path,
+    spec: DrafterSpec,
+    rename: Callable[[str], str],
+    config: Callable[[Json], Json],
+    embedding: bool,
 ) -> None:
-    directory = write(tmp_path / "drafter")
-    rewrite(directory, rename, config)
-    spec, tensors, d2t, boundaries = read_checkpoint(directory)
-    assert (spec, boundaries) == (LLAMA_SPEC, BOUNDARIES)
-    assert d2t is not None
-    assert torch.equal(d2t, D2T)
-    assert tensors.keys() == weights(LLAMA_SPEC).keys()
+    directory = write(tmp_path / "drafter", spec)
+    rewrite(directory, lambda n: n if n in ("d2t", "t2d") else rename(n), config)
+    if embedding:
+        edit_tensors(lambda t: t.update({rename("embed_tokens.weight"): torch.ones(64, 16)}))(
+            directory
+        )
+    found, tensors, d2t, boundaries = read_checkpoint(directory, spec)
+    assert (found, boundaries) == (spec, BOUNDARIES)
+    assert (d2t is None) == spec.full_vocab
+    assert d2t is None or torch.equal(d2t, D2T)
+    expected = weights(spec)
+    assert tensors.keys() == expected.keys()
+    assert all(torch.equal(tensors[name], expected[name]) for name in expected)
+
+
+FACTS = {"target": "models/target", "num_speculative_tokens": 3}
+
+
+@pytest.mark.parametrize("spec", [VARIANTS[0], VARIANTS[2], VARIANTS[4]])
+def test_the_speculators_layout_validates_and_reads_back_as_the_same_drafter(
+    tmp_path: Path, spec: DrafterSpec
+) -> None:
+    directory = write(tmp_path / "drafter", spec, layout="speculators", metadata=FACTS)
+    validate_checkpoint(directory, TARGET, spec)
+    assert read_checkpoint(directory, spec).boundaries == BOUNDARIES
+    written = json.loads((directory / "config.json").read_text())
+    assert written["transformer_layer_config"]["vocab_size"] == 64
+    assert written["speculators_config"]["verifier"]["name_or_path"] == "models/target"
+    assert not any(n.startswith("midlayer") for n in load_file(directory / "model.safetensors"))
+    edit_tensors(lambda t: t.update({"midlayer.x": t.pop("layers.0.hidden_norm.weight")}))(
+        directory
+    )
+    with pytest.raises(ExportError, match=r"missing tensor layers.0.hidden_norm.weight"):
+        validate_checkpoint(directory, TARGET, spec)
+
+
+def test_the_speculators_layout_refuses_latent_attention(tmp_path: Path) -> None:
+    with pytest.raises(ExportError, match=r"set export.format=eagle3"):
+        write(tmp_path / "drafter", MLA_SPEC, layout="speculators", metadata=FACTS)
 
 
 def test_an_absent_d2t_is_rebuilt_from_t2d_and_a_shared_embedding_is_dropped_aloud(

@@ -18,7 +18,7 @@ from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.drafter.model_card import write_card
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import export
-from eagle3_train.training.initial import spec_of
+from eagle3_train.training.initial import spec_of, write_initial
 from tests.tiny import AUX, EOS, VOCAB, write_target
 
 
@@ -116,7 +116,7 @@ def test_a_second_run_leaves_a_valid_export_alone_and_a_new_checkpoint_replaces_
     )
     export.run(last)
     card = json.loads((file.parent / "config.json").read_text())["eagle3_train"]
-    assert (card["steps"], card["source"]) == (20, "last/drafter.safetensors as bfloat16")
+    assert (card["steps"], card["source"]) == (20, "last/drafter.safetensors as bfloat16 eagle3")
 
 
 def test_a_draft_vocabulary_without_the_stop_token_is_refused(
@@ -161,3 +161,25 @@ def test_the_card_gives_launch_lines_and_later_the_measured_acceptance(
     assert "| gsm8k | 3 | 1 | 0 | 1.85 | 1.70 to 2.00 | 0.60 0.20 0.05 | - | 0.90 |" in card
     assert "1.11" not in card
     validate_checkpoint(directory, export.served_target(config), spec_of(config))
+
+
+@pytest.mark.parametrize("layout", ["eagle3", "speculators"])
+def test_a_warm_start_begins_with_the_other_drafters_weights_and_vocabulary(
+    trained: Callable[..., JobConfig], layout: str
+) -> None:
+    config = trained(ids=WITH_SPECIALS)
+    update = {"format": layout, "dtype": "float32"}
+    config = config.model_copy(update={"export": config.export.model_copy(update=update)})
+    source = export.run(config)
+    drafter = config.drafter.model_copy(update={"init_from": str(source)})
+    later = config.model_copy(update={"name": "later", "drafter": drafter})
+    write_initial(later, [])
+    begun = load_file(RunDir(later.run_path).initial_weights)
+    best = load_file(RunDir(config.run_path).train_storage / "best" / "drafter.safetensors")
+    assert begun.keys() == best.keys()
+    assert all(torch.equal(begun[name], best[name]) for name in best)
+    d2t = load_file(RunDir(later.run_path).draft_vocab)["d2t"]
+    assert torch.equal(d2t + torch.arange(len(d2t)), WITH_SPECIALS)
+    wide = drafter.model_copy(update={"intermediate_size": 256})
+    with pytest.raises(ExportError, match="intermediate_size: 128 there, 256 here"):
+        write_initial(later.model_copy(update={"name": "wide", "drafter": wide}), [])
