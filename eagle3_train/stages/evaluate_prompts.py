@@ -31,7 +31,8 @@ def evaluation_prompts(config: JobConfig) -> Prompts:
     limit, paths = config.evaluate.num_prompts, RunDir(config.run_path)
     found: Prompts = {}
     for source in config.evaluate.sources:
-        corpus = config.corpus.model_copy(update={"sources": (source,), "limit": limit})
+        read = {"sources": (source,), "limit": limit, "max_len": config.engine.max_model_len}
+        corpus = config.corpus.model_copy(update=read)
         tokenizer = config.target.tokenizer or config.target.path
         loaded = load_prompts(corpus, tokenizer, config.target.trust_remote_code, None)
         found.setdefault(Path(source).name.partition(".")[0], []).extend(loaded.prompts)

@@ -78,20 +78,23 @@ def served_row(
     """
     drafts = max(served.num_drafts, 1)
     per_position = [count / drafts for count in served.accepted_per_position]
+    k = len(per_position)
     by_k = [] if walked is None else walked.expected_length.tolist()
+    expected = [] if walked is None else walked.position[k - 1, :k] / max(walked.rounds[k - 1], 1)
     outputs = [answer.output_ids for answer in served.answers]
     alone = {answer.id: answer.output_ids for answer in reference.answers}
     same = [alone[answer.id] == answer.output_ids for answer in served.answers]
     return {
-        "num_speculative_tokens": len(per_position),
+        "num_speculative_tokens": k,
         "requests": len(outputs),
         "output_tokens": served.output_tokens,
         "num_drafts": served.num_drafts,
         "acceptance_length": 1.0 + sum(per_position),
         "acceptance_length_kept": (served.output_tokens - len(outputs)) / drafts,
         "acceptance_interval": acceptance_interval(served.answers),
-        "expected_acceptance_length": by_k[len(per_position) - 1] if by_k else None,
+        "expected_acceptance_length": by_k[k - 1] if by_k else None,
         "expected_by_k": by_k,
+        "expected_per_position": list(map(float, expected)),
         "acceptance_by_context": length_buckets(served.answers),
         "per_position_acceptance": per_position,
         "conditional_acceptance": conditional(per_position),

@@ -78,14 +78,21 @@ def summarise(config: JobConfig, run_dir: RunDir) -> Json:
         "acceptance_length_untrained": untrained["acceptance_length"] if untrained else None,
         "num_speculative_tokens": evaluation["num_speculative_tokens"],
         "expected_acceptance_length": evaluation["expected_acceptance_length"],
+        "expected_in_training": evaluation["expected_in_training"],
         "expected_by_k": evaluation["expected_by_k"],
+        "expected_per_position": served["expected_per_position"],
         "best_k": evaluation["best_k"],
         "per_position_acceptance": served["per_position_acceptance"],
         "per_position_acceptance_untrained": (
             untrained["per_position_acceptance"] if untrained else None
         ),
         "distinct_bigram": served["distinct_bigram"],
+        "conditional_acceptance": served["conditional_acceptance"],
+        "acceptance_by_context": served["acceptance_by_context"],
+        "rounds": evaluation["rounds"],
         "lossless": evaluation["lossless"],
+        "sampled_agreement": evaluation["sampled_agreement"],
+        "difference_to_other": evaluation["difference_to_other"],
         "speedup": served["speedup"],
         "concurrency": served["concurrency"],
         "tokens_per_s": served["tokens_per_s"],
@@ -140,7 +147,8 @@ def card(summary: Json) -> str:
         f"acceptance length     {number(summary['acceptance_length'])}"
         f"   at {summary['num_speculative_tokens']} draft tokens"
         + (f", {number(gain)} untrained" if gain is not None else ""),
-        f"  expected (walked)   {number(summary['expected_acceptance_length'])}",
+        f"  expected            {number(summary['expected_acceptance_length'])} walked over these answers,"
+        f" {number(summary['expected_in_training'])} in training",
         "  per position        "
         + "  ".join(f"{p:.2f}" for p in summary["per_position_acceptance"]),
         f"speedup               {times(summary['speedup'])}"
@@ -166,6 +174,8 @@ def card(summary: Json) -> str:
 def compose(summary: Json, changes: list[Json]) -> Document:
     """What the report says, before it is Markdown or HTML."""
     k, interval = summary["num_speculative_tokens"], summary["acceptance_interval"]
+    sampled = summary["sampled_agreement"]
+    agrees = "" if sampled is None else f"; sampled answers agree with p = {sampled:.3f}"
     tiles = {
         "acceptance length": (
             number(summary["acceptance_length"]),
@@ -174,13 +184,17 @@ def compose(summary: Json, changes: list[Json]) -> Document:
         "before training": (number(summary["acceptance_length_untrained"]), "same drafter, step 0"),
         "expected": (
             number(summary["expected_acceptance_length"]),
-            "walked over held-out greedy answers",
+            "walked over the same greedy answers; "
+            f"{number(summary['expected_in_training'])} at the last evaluation of training",
         ),
         "speedup": (
             times(summary["speedup"]),
             f"at concurrency {summary['concurrency']}, same engine without drafter",
         ),
-        "lossless": (yes(summary["lossless"]), "greedy tokens with and without drafter"),
+        "lossless": (
+            yes(summary["lossless"]),
+            f"greedy tokens with and without drafter{agrees}",
+        ),
         "distinct bigrams": (number(summary["distinct_bigram"]), "loops flatter acceptance"),
     }
     facts = {
@@ -202,6 +216,10 @@ def compose(summary: Json, changes: list[Json]) -> Document:
         Table("Served", *_served(summary)),
         Table("Run", ["", ""], [*map(list, facts.items())]),
     ]
+    if summary["acceptance_by_context"]:
+        tables.insert(1, Table("By context length", *_contexts(summary["acceptance_by_context"])))
+    if summary["difference_to_other"]:
+        tables.insert(1, Table("Against the other drafter", *_differences(summary)))
     if changes:
         tables.insert(0, Table("Changes beyond 5 %", *_changes(changes)))
     title = f"{summary['name']}: EAGLE-3 drafter for {summary['target']}"
@@ -212,6 +230,7 @@ def _served(summary: Json) -> tuple[list[str], list[list[str]]]:
     header = ["dataset", "drafter", "concurrency", "temperature", "acceptance length"]
     header += [
         "95 % interval",
+        "expected",
         "per position",
         "tokens/s",
         "plain tokens/s",
@@ -227,6 +246,7 @@ def _served(summary: Json) -> tuple[list[str], list[list[str]]]:
             f"{row['temperature']:g}",
             number(row["acceptance_length"]),
             " to ".join(map(number, row["acceptance_interval"] or [None])),
+            number(row["expected_acceptance_length"]),
             " ".join(f"{share:.2f}" for share in row["per_position_acceptance"]),
             f"{row['tokens_per_s']:.1f}",
             number(row["tokens_per_s_plain"]),
@@ -237,6 +257,28 @@ def _served(summary: Json) -> tuple[list[str], list[list[str]]]:
         for row in summary["evaluation_rows"]
     ]
     return header, rows
+
+
+def _contexts(buckets: Json) -> tuple[list[str], list[list[str]]]:
+    header = ["tokens of prompt and answer", "answers", "acceptance length", "per position"]
+    return [*header, "given all before"], [
+        [
+            bound,
+            str(row["requests"]),
+            number(row["acceptance_length"]),
+            " ".join(map(number, row["per_position_acceptance"])),
+            " ".join(map(number, row["conditional_acceptance"])),
+        ]
+        for bound, row in buckets.items()
+    ]
+
+
+def _differences(summary: Json) -> tuple[list[str], list[list[str]]]:
+    return ["dataset", "acceptance length, trained minus other", "95 % interval"], [
+        [dataset, number(row["difference"]), " to ".join(map(number, row["interval"]))]
+        for dataset, row in summary["difference_to_other"].items()
+        if row is not None
+    ]
 
 
 def _changes(changes: list[Json]) -> tuple[list[str], list[list[str]]]:

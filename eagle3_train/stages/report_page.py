@@ -79,6 +79,7 @@ def draw_figures(metrics: list[Json], summary: Json) -> dict[str, str]:
     painters: dict[str, Callable[[list[Json], Json], Figure | None]] = {
         "training": _training,
         "positions": _positions,
+        "rounds": _rounds,
         "serving": _serving,
         "time": _time,
     }
@@ -136,14 +137,17 @@ def _positions(_: list[Json], summary: Json) -> Figure | None:
     left.bar([p + 0.18 for p in places], served, 0.34, color=BLUE, label="trained")
     if before:
         left.bar([p - 0.18 for p in places], before, 0.34, color=SLATE, label="untrained")
+    expected = summary["expected_per_position"]
+    if expected:
+        left.plot([p + 0.18 for p in places], expected, "D", color=AMBER, label="walked")
     left.set(title="Accepted per position", xlabel="draft position", ylim=(0, 1))
     left.set_xticks(list(places))
     left.legend(loc="upper right")
-    expected = summary["expected_by_k"]
-    if expected:
+    by_k = summary["expected_by_k"]
+    if by_k:
         right.plot(
-            range(1, len(expected) + 1),
-            expected,
+            range(1, len(by_k) + 1),
+            by_k,
             color=BLUE,
             marker="o",
             markersize=4,
@@ -157,8 +161,26 @@ def _positions(_: list[Json], summary: Json) -> Figure | None:
         label="served",
     )
     right.set(title="Acceptance length", xlabel="draft tokens k")
-    right.set_xticks(range(1, max(len(expected), summary["num_speculative_tokens"]) + 1))
+    right.set_xticks(range(1, max(len(by_k), summary["num_speculative_tokens"]) + 1))
     right.legend(loc="lower right")
+    return figure
+
+
+def _rounds(_: list[Json], summary: Json) -> Figure | None:
+    if not summary["rounds"]:
+        return None
+    walked, served = zip(*summary["rounds"], strict=True)
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
+    axes = figure.subplots()
+    most = max(*walked, *served)
+    axes.plot([0, most], [0, most], color=SLATE, linewidth=1)
+    axes.plot(walked, served, "o", color=BLUE, markersize=5, alpha=0.6)
+    equal = sum(w == s for w, s in summary["rounds"])
+    axes.set(
+        title=f"Drafting rounds per answer: {equal} of {len(served)} as walked",
+        xlabel="walked",
+        ylabel="served (vLLM's num_drafts)",
+    )
     return figure
 
 

@@ -43,6 +43,17 @@ def row(dataset: str, drafter: str, concurrency: int, length: float | None) -> d
         "acceptance_length": length,
         "acceptance_interval": [length - 0.1, length + 0.1] if length else None,
         "per_position_acceptance": [0.6, 0.3, 0.1],
+        "conditional_acceptance": [0.6, 0.5, 0.33],
+        "acceptance_by_context": {
+            "<= 256": {
+                "requests": 4,
+                "acceptance_length": length,
+                "per_position_acceptance": [0.6, 0.3, 0.1],
+                "conditional_acceptance": [0.6, 0.5, 0.33],
+            }
+        },
+        "expected_acceptance_length": 1.88,
+        "expected_per_position": [0.59, 0.29, 0.1],
         "tokens_per_s": 41.0,
         "tokens_per_s_plain": 30.0,
         "speedup": 1.37,
@@ -94,7 +105,11 @@ def record(config: JobConfig) -> None:
         "trained": overall,
         "untrained": row("all", "untrained", 1, 1.2) | {"per_position_acceptance": [0.2, 0.0, 0.0]},
         "expected_acceptance_length": 1.88,
+        "expected_in_training": 1.77,
         "expected_by_k": [1.6, 1.8, 1.88],
+        "rounds": [[20, 20], [31, 30]],
+        "sampled_agreement": 0.4,
+        "difference_to_other": {"all": {"difference": 0.31, "interval": [0.2, 0.42]}},
         "best_k": 2,
         "lossless": True,
         "alarms": ["prompts <b>leak</b>"],
@@ -131,12 +146,21 @@ def test_every_figure_is_wellformed_svg_and_the_page_needs_no_other_file(config:
     report.run(config)
     folder = RunDir(config.run_path).report
     figures = sorted(path.stem for path in folder.glob("*.svg"))
-    assert figures == ["positions", "serving", "time", "training"]
+    assert figures == ["positions", "rounds", "serving", "time", "training"]
     for figure in figures:
         ElementTree.fromstring((folder / f"{figure}.svg").read_text())
     page = (folder / "index.html").read_text()
     assert page.count("data:image/svg+xml;base64,") == len(figures)
     assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_contexts_and_the_other_drafter_have_tables_of_their_own(config: JobConfig) -> None:
+    report.run(config)
+    text = (RunDir(config.run_path).report / "report.md").read_text()
+    assert "| <= 256 | 4 | 1.90 | 0.60 0.30 0.10 | 0.60 0.50 0.33 |" in text
+    assert "| all | 0.31 | 0.20 to 0.42 |" in text
+    svg = (RunDir(config.run_path).report / "rounds.svg").read_text()
+    assert "1 of 2 as walked" in svg
 
 
 def test_what_the_run_says_cannot_inject_html(config: JobConfig) -> None:
