@@ -183,7 +183,11 @@ class StreamConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Type of hidden states in flight."""
     cache_bytes: NonNegativeInt = 0
-    """Node-local bytes that keep the same subset of samples for every epoch; only preflight's plan knows it yet."""
+    """Disk bytes, all nodes together, that keep the states of the same samples for every later epoch."""
+    cache_dir: str | None = None
+    """Directory on each node's local disk for the cache; null is the system's temporary directory."""
+    replay: PositiveInt = 1
+    """Epochs trained on each window while it is in memory: fewer captures, correlated order."""
     lookahead_packs: PositiveInt = 8
     """Captures a rank's pipeline keeps asked for at once."""
 
@@ -379,6 +383,13 @@ class JobConfig(Section):
                 f"{self.stream.tokens_per_pack}: a sample of full length fits in no pack; "
                 "raise stream.tokens_per_pack"
             )
+        for name in ("epochs", "eval_every", "checkpoint_every"):
+            if self.train.model_dump()[name] % self.stream.replay:
+                raise ValueError(
+                    f"train.{name}={self.train.model_dump()[name]} is no multiple of stream.replay="
+                    f"{self.stream.replay}: a window is trained {self.stream.replay} times while it is "
+                    "in memory; change one of them"
+                )
         return self
 
 

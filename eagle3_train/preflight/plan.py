@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +71,7 @@ def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
     cache = engine.kv_cache_bytes or max(room, 0)
     parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
     cached = min(1.0, config.stream.cache_bytes / max(tokens * row, 1))
-    captures = 1 + (train.epochs - 1) * (1 - cached)
+    captures = 1 + (train.epochs // config.stream.replay - 1) * (1 - cached)
     return Plan(
         bytes_per_token=row,
         dump_bytes=tokens * row,
@@ -281,10 +282,21 @@ def _disk(config: JobConfig, plan: Plan) -> Check:
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
-    need = plan.checkpoint_bytes + config.stream.cache_bytes
-    reason = f"checkpoints and cache need {_size(need)}, {_size(free)} free at {place}"
+    need, cache = plan.checkpoint_bytes, config.stream.cache_bytes // config.preflight.nodes
+    reason = f"checkpoints need {_size(need)}, {_size(free)} free at {place}"
     if need > free:
-        fix = "lower train.keep_checkpoints or stream.cache_bytes, or move runs_dir"
+        fix = "lower train.keep_checkpoints, or move runs_dir"
+        return Check("disk", "fail", reason, fix)
+    folder = Path(config.stream.cache_dir or tempfile.gettempdir())
+    if cache and not folder.is_dir():
+        return Check(
+            "disk", "fail", f"stream.cache_dir={folder} is no directory", "make it, or move it"
+        )
+    free = shutil.disk_usage(folder).free if cache else 0
+    if cache:
+        reason += f"; a node's cache needs {_size(cache)}, {_size(free)} free at {folder}"
+    if cache > free:
+        fix = "lower stream.cache_bytes, or set stream.cache_dir to a larger local disk"
         return Check("disk", "fail", reason, fix)
     return Check("disk", "ok", reason)
 

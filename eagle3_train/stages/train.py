@@ -6,7 +6,10 @@ Worker: restores the latest checkpoint, plans what is left, then steps window by
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +25,16 @@ from eagle3_train.corpus.table import read_samples
 from eagle3_train.records import Sample
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import MetricsLog, log
+from eagle3_train.stream.cache import pin, planned_captures, start_files
 from eagle3_train.stream.coordinator import StreamCoordinator
 from eagle3_train.stream.flight import StreamCounters
 from eagle3_train.stream.ledger import Ledger
+from eagle3_train.stream.meter import StreamMeter, bottleneck
 from eagle3_train.stream.pipeline import StreamLink, captured_packs, token_table
 from eagle3_train.stream.plan import Window, plan_run
 from eagle3_train.target.facts import bytes_per_token, read_facts, resolve_boundaries
 from eagle3_train.training import checkpoint
+from eagle3_train.training.feed import FedPack, feed
 from eagle3_train.training.initial import write_initial
 from eagle3_train.training.state import TrainState, plan_shape
 from eagle3_train.training.step import Evaluation, train_step
@@ -44,12 +50,15 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
     train, held_out = split_samples(config)
     token_bytes = _check_layout(config, train, held_out)
     write_initial(config, train)
+    pinned = pin(train, token_bytes, config.stream.cache_bytes, config.train.seed)
+    files = start_files(config.stream.cache_dir) if pinned.any() else []
     coordinator = (
         ray.remote(StreamCoordinator)
         .options(num_cpus=0)
         .remote(
             pool,
             ray.put(token_table([*train, *held_out])),
+            (files, pinned),
             config.stream.max_bytes_in_flight,
             config.train.workers,
             config.engine.max_replacements + 1,
@@ -61,7 +70,23 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
         "samples": ray.put((train, held_out)),
         "bytes_per_token": token_bytes,
     }
-    fit = TorchTrainer(
+    try:
+        fit = _fit(config, job)
+        counters = ray.get(coordinator.counters.remote())
+    finally:  # states in flight and cached ones go with their owners, whatever ended the run
+        for actor in (coordinator, *files):
+            ray.kill(actor)
+    result = _result(config, fit, counters, len(train)) | {
+        "hidden_state_bytes_total": sum(s.captured_tokens for s in train) * token_bytes,
+        "captures_planned": planned_captures(pinned, config.train.epochs // config.stream.replay),
+    }
+    write_atomic(paths.train_result, json.dumps(result, indent=1))
+    return result
+
+
+def _fit(config: JobConfig, job: dict[str, Any]) -> ray.train.Result:
+    """Run the worker group to its end."""
+    return TorchTrainer(
         train_worker,
         train_loop_config=job,
         scaling_config=ray.train.ScalingConfig(
@@ -71,12 +96,6 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
         ),
         run_config=_run_config(config),
     ).fit()
-    counters = ray.get(coordinator.counters.remote())
-    ray.kill(coordinator)
-    epoch_bytes = sum(sample.captured_tokens for sample in train) * token_bytes
-    result = _result(config, fit, counters, len(train), epoch_bytes)
-    write_atomic(paths.train_result, json.dumps(result, indent=1))
-    return result
 
 
 def is_complete(config: JobConfig) -> bool:
@@ -104,10 +123,6 @@ def check(config: JobConfig) -> None:
 
 def _check_layout(config: JobConfig, train: list[Sample], held_out: list[Sample]) -> int:
     """Bytes of one token's hidden states, once it is clear that every window fits the byte budget."""
-    if config.stream.cache_bytes:
-        raise ValueError(
-            "stream.cache_bytes is planned but not built yet: every epoch recaptures; set 0"
-        )
     facts = read_facts(config.target.path)
     boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
     itemsize = 2 if config.stream.dtype == "bfloat16" else 4
@@ -148,22 +163,33 @@ def train_worker(job: dict[str, Any]) -> None:
     attempt = state.agree(lambda: int(ray.get(coordinator.begin.remote())))
     link = StreamLink(coordinator, attempt, job["bytes_per_token"], config.stream.lookahead_packs)
     windows = state.plan()
-    packs = captured_packs(windows, state.rank, link)
+    packs = feed(captured_packs(windows, state.rank, link), state.documents, state.feed_shape())
     record = MetricsLog(config, state.step) if state.rank == 0 else None
-    evaluation = Evaluation(state)
+    meter, evaluation = StreamMeter(), Evaluation(state)
     for number, window in enumerate(windows):
-        if window.kind == "train":
-            metrics = train_step(state, window, packs)
-        else:
-            metrics = evaluation.add(window, packs)
-        ray.get(coordinator.ack.remote(attempt, window.index, state.rank))
-        if record is not None and metrics:
-            record.write(window.step, metrics | _stream_metrics(coordinator))
-            _log_line(state, window, metrics)
+        for metrics in _passes(state, window, packs, evaluation):
+            if record is not None and metrics:
+                metrics |= meter.read(ray.get(coordinator.counters.remote()))
+                record.write(state.step, metrics | {"time_s": time.time()})
+                _log_line(state, metrics)
+        coordinator.ack.remote(attempt, window.index, state.rank)
         if _checkpoint_due(config, window, windows[number + 1 :]):
             state.save({"eval/expected_acceptance_length": state.expected_acceptance_length})
     if record is not None:
         record.close()
+
+
+def _passes(
+    state: TrainState, window: Window, packs: Iterator[FedPack], evaluation: Evaluation
+) -> Iterator[dict[str, Any]]:
+    """Metrics of each pass over a window; they are done one by one, as the caller asks for the next."""
+    if window.kind == "eval":
+        yield evaluation.add(window, packs)
+        return
+    replays = state.config.stream.replay
+    resident = itertools.tee(packs, replays) if replays > 1 else (packs,)
+    for number, batches in enumerate(resident):
+        yield train_step(state, window, batches, number)
 
 
 def _checkpoint_due(config: JobConfig, window: Window, rest: list[Window]) -> bool:
@@ -173,23 +199,12 @@ def _checkpoint_due(config: JobConfig, window: Window, rest: list[Window]) -> bo
     return not rest or window.step % config.train.checkpoint_every == 0
 
 
-def _stream_metrics(coordinator: ActorHandle[Any]) -> dict[str, float]:
-    """Bytes in flight and waits, for the record."""
-    counters: StreamCounters = ray.get(coordinator.counters.remote())
-    return {
-        "stream/bytes_in_flight": counters.in_flight,
-        "stream/peak_bytes_in_flight": counters.peak_in_flight,
-        "stream/captures": counters.captures,
-        "stream/bytes_total": counters.delivered_total,
-    }
-
-
-def _log_line(state: TrainState, window: Window, metrics: dict[str, Any]) -> None:
-    """One line per step or evaluation, bottleneck visible."""
-    if window.kind == "eval":
+def _log_line(state: TrainState, metrics: dict[str, Any]) -> None:
+    """One line per step or evaluation; it names the bottleneck and what to change."""
+    if "train/loss" not in metrics:
         log.info(
             "eval after step %d | E[len] %.3f at k=%d | step accuracy %s",
-            window.step,
+            state.step,
             metrics["eval/expected_acceptance_length"],
             state.config.evaluate.num_speculative_tokens,
             " ".join(f"{a:.3f}" for a in metrics["eval/step_accuracy"]),
@@ -197,15 +212,18 @@ def _log_line(state: TrainState, window: Window, metrics: dict[str, Any]) -> Non
         return
     wait = metrics["perf/data_wait_frac"]
     log.info(
-        "step %d/%d | loss %.4f | acc %s | lr %.1e | %.0f tok/s | data-wait %.0f %%%s",
-        window.step,
+        "step %d/%d | loss %.4f | acc %s | lr %.1e | %.0f tok/s | capture %.0f tok/s | %.1f MB in flight | "
+        "data-wait %.0f %% | bottleneck: %s",
+        state.step,
         state.total_steps,
         metrics["train/loss"],
         " ".join(f"{a:.2f}" for a in metrics["train/accuracy_k"]),
         metrics["train/lr"],
         metrics["perf/tokens_per_s"],
+        metrics["stream/capture_tokens_per_s"],
+        metrics["stream/bytes_in_flight"] / 1e6,
         100 * wait,
-        " (capture is the bottleneck)" if wait > 0.5 else "",
+        bottleneck(wait, metrics["stream/capture_busy_frac"]),
     )
 
 
@@ -222,9 +240,8 @@ def _result(
     fit: ray.train.Result,
     counters: StreamCounters,
     samples: int,
-    epoch_bytes: int,
 ) -> dict[str, Any]:
-    """Content of train/result.json."""
+    """Content of train/result.json, as far as the fit and the stream's counters tell it."""
     assert fit.checkpoint is not None
     best = max(fit.best_checkpoints, key=lambda c: float(c[1]["eval/expected_acceptance_length"]))[
         0
@@ -243,8 +260,10 @@ def _result(
         "steps": saved["step"],
         "peak_bytes_in_flight": counters.peak_in_flight,
         "max_bytes_in_flight": config.stream.max_bytes_in_flight,
-        "hidden_state_bytes_total": epoch_bytes,
         "captures": counters.captures,
+        "recaptures": counters.recaptures,
+        "eval_captures": counters.eval_captures,
+        "cache_hits": counters.cache_hits,
         "expected_acceptance_length": last_eval[-1]["eval/expected_acceptance_length"]
         if last_eval
         else None,

@@ -2,7 +2,7 @@
 
   call        who                     waits for                          unblocked by
   capture     capture client          earlier windows reserved, bytes,   ack of older windows,
-                                      a replica, the capture             the replica
+                                      a replica or the cache             the replica, the disk
   take        training worker         the pack's capture                 capture
   ack         training worker         nothing                            -
 
@@ -16,17 +16,25 @@ answered with StaleAttemptError and hold nothing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from eagle3_train.records import PackKey
-from eagle3_train.stream.flight import Delivery, Flight, StreamCounters
+from eagle3_train.stream.cache import EpochCache
+from eagle3_train.stream.flight import Delivery, Flight, Part, StreamCounters
 
 log = logging.getLogger("eagle3_train")
+
+Entries = list[tuple[int, int]]
+"""(epoch, row of the token table) of a pack's samples, in order."""
 
 
 class StreamCoordinator:
@@ -36,16 +44,23 @@ class StreamCoordinator:
         self,
         pool: ActorHandle[Any],
         tokens: Mapping[str, npt.NDArray[Any]],
+        cache: tuple[list[ActorHandle[Any]], npt.NDArray[np.bool_]],
         max_bytes: int,
         ranks: int,
         max_tries: int,
     ) -> None:
-        """`tokens` is stream.pipeline.token_table's."""
+        """`tokens` is stream.pipeline.token_table's; `cache`: files, and which training samples are pinned.
+
+        Rows of the table beyond the training samples are held out.
+        """
         self._pool = pool
         self._ids, self._offsets = tokens["ids"], tokens["offsets"]
         self._max_tries = max_tries
+        self._cache = EpochCache(*cache)
         self._flight = Flight(max_bytes, ranks)
-        self._attempts = 0
+        self._captured: set[tuple[int, int]] = set()
+        self._attempts = self._asked = 0
+        self._asked_since = 0.0
 
     async def begin(self) -> int:
         """Start an attempt and return its number; everything in flight for older ones is dropped."""
@@ -53,23 +68,82 @@ class StreamCoordinator:
         await self._flight.begin(self._attempts)
         return self._attempts
 
-    async def capture(self, key: PackKey, window_bytes: int, rows: list[int]) -> None:
-        """Have one pack captured (`rows` of the token table, in order) and keep its hidden states.
+    async def capture(self, key: PackKey, window_bytes: int, entries: Entries) -> None:
+        """Have one pack captured, or read from the cache, and keep its hidden states.
 
-        window_bytes is the whole window's, so that the first pack of a window reserves for all. A
-        failed replica is reported to the pool and the pack asked for again.
+        window_bytes is the whole window's, so that the first pack of a window reserves for all.
         """
         await self._flight.reserve(key.attempt, key.window, window_bytes)
-        if not rows:
+        if not entries:
             return
+        delivery = Delivery()
+        pending = list(range(len(entries)))
+        while (
+            pending
+        ):  # where two epochs meet, a pack may hold a sample twice: the second finds it cached
+            once = list({entries[index][1]: index for index in reversed(pending)}.values())
+            await self._fill(delivery, key, entries, sorted(once))
+            pending = [index for index in pending if index not in once]
+        await self._flight.keep(key, delivery)
+
+    async def take(self, key: PackKey) -> tuple[list[Any], list[list[int]], dict[int, str]]:
+        """References of a captured pack's parts, the samples of each, bad samples: index in pack, reason."""
+        delivery = await self._flight.take(key)
+        parts = delivery.parts
+        return [part.states for part in parts], [part.indices for part in parts], delivery.bad
+
+    async def ack(self, attempt: int, window: int, rank: int) -> None:
+        """The rank has finished with `window`; the last rank's ack frees its bytes."""
+        await self._flight.ack(attempt, window, rank)
+
+    async def counters(self) -> StreamCounters:
+        """What has flowed so far."""
+        counters = self._flight.counters
+        running_s = time.monotonic() - self._asked_since if self._asked else 0.0
+        return replace(counters, capture_busy_s=counters.capture_busy_s + running_s)
+
+    async def _fill(
+        self, delivery: Delivery, key: PackKey, entries: Entries, indices: list[int]
+    ) -> None:
+        """Add the samples at `indices` to the delivery: what is cached from there, the rest captured."""
+        index_of = {entries[index][1]: index for index in indices}
+        async with self._cache.exclusive(list(index_of)):
+            for states, nbytes, rows in await self._cache.load(list(index_of)):
+                delivery.parts.append(Part(states, nbytes, [index_of.pop(row) for row in rows]))
+                self._flight.counters.cache_hits += len(rows)
+            rest = list(index_of.values())
+            if rest:
+                await self._capture(delivery, key, entries, rest)
+
+    async def _capture(
+        self, delivery: Delivery, key: PackKey, entries: Entries, indices: list[int]
+    ) -> None:
+        """Have engines read the samples at `indices`; the pinned ones are stored on the way."""
+        rows = [entries[index][1] for index in indices]
         ids = [self._ids[self._offsets[row] : self._offsets[row + 1] - 1] for row in rows]
+        with self._asking():
+            states, nbytes, bad = await self._ask(key, ids)
+        delivery.parts.append(Part(states, nbytes, indices))
+        delivery.bad.update({indices[number]: reason for number, reason in bad.items()})
+        ends = np.cumsum([len(sample) for sample in ids]).tolist()
+        pieces = list(zip(rows, [0, *ends], ends, strict=False))
+        self._flight.counters.captured_tokens += ends[-1]
+        self._count([entries[index] for index in indices])
+        await self._cache.store(states, [p for n, p in enumerate(pieces) if n not in bad])
+
+    async def _ask(
+        self, key: PackKey, ids: list[npt.NDArray[Any]]
+    ) -> tuple[Any, int, dict[int, str]]:
+        """Reference to the samples' states, bytes, bad samples: index, reason.
+
+        A failed replica is reported to the pool and the pack asked for again.
+        """
         cost = sum(map(len, ids))
         for number in range(1, self._max_tries + 1):
             replica, handle = await self._pool.lease.remote(cost)
             try:
                 states, meta = handle.capture.options(num_returns=2).remote(ids)
                 nbytes, bad = await meta
-                break
             except (RayActorError, RayTaskError) as error:
                 log.warning(
                     "capture of %s on replica %s failed, try %d: %s", key, replica, number, error
@@ -78,19 +152,33 @@ class StreamCoordinator:
                     await self._pool.failed.remote(replica)
                 if number == self._max_tries:
                     raise
+            else:
+                return states, nbytes, bad
             finally:
                 self._pool.release.remote(replica, cost)
-        await self._flight.keep(key, Delivery(states, nbytes, bad))
+        raise AssertionError("max_tries is at least 1")
 
-    async def take(self, key: PackKey) -> tuple[list[Any], dict[int, str]]:
-        """Reference (in a list, so unresolved) of a captured pack; bad samples: index in pack, reason."""
-        delivery = await self._flight.take(key)
-        return [delivery.states], delivery.bad
+    def _count(self, entries: Entries) -> None:
+        """A pinned sample needs one capture, any other one per epoch; what goes beyond is a recapture."""
+        counters, pinned = self._flight.counters, self._cache.pinned
+        for epoch, row in entries:
+            if row >= len(pinned):
+                counters.eval_captures += 1
+                continue
+            needed = (0 if pinned[row] else epoch, row)
+            counters.captures += 1
+            counters.recaptures += needed in self._captured
+            self._captured.add(needed)
 
-    async def ack(self, attempt: int, window: int, rank: int) -> None:
-        """The rank has finished with `window`; the last rank's ack frees its bytes."""
-        await self._flight.ack(attempt, window, rank)
-
-    async def counters(self) -> StreamCounters:
-        """What has flowed so far."""
-        return self._flight.counters
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Count the time during which at least one capture is asked for."""
+        if not self._asked:
+            self._asked_since = time.monotonic()
+        self._asked += 1
+        try:
+            yield
+        finally:
+            self._asked -= 1
+            if not self._asked:
+                self._flight.counters.capture_busy_s += time.monotonic() - self._asked_since

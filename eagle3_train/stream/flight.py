@@ -14,18 +14,36 @@ from typing import Any
 from eagle3_train.records import PackKey
 
 
-@dataclass(slots=True)
-class Delivery:
-    """A captured pack: reference to its states, bytes, bad samples (index in pack: reason)."""
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Some samples of a pack: reference to their states, bytes, their indices in the pack, in order."""
 
     states: Any
     nbytes: int
-    bad: dict[int, str]
+    indices: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """The hidden states of a pack, every sample in one part; bad samples (index in pack: reason)."""
+
+    parts: list[Part] = field(default_factory=list)
+    bad: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
 
 
 @dataclass(slots=True)
 class StreamCounters:
-    """What has flowed so far; bytes unless said otherwise."""
+    """What has flowed so far; bytes unless said otherwise.
+
+    captures: training samples engines captured; of these, recaptures had been captured before (their
+    worker group died, or the cache lost them). eval_captures: held-out samples. capture_busy_s: time
+    during which engines were asked for something.
+    """
 
     reserved: int = 0
     in_flight: int = 0
@@ -33,9 +51,13 @@ class StreamCounters:
     peak_in_flight: int = 0
     delivered_total: int = 0
     captures: int = 0
+    recaptures: int = 0
+    eval_captures: int = 0
+    cache_hits: int = 0
+    captured_tokens: int = 0
+    capture_busy_s: float = 0.0
     bad_samples: int = 0
     stale: int = 0
-    reserve_wait_s: float = 0.0
 
 
 class StaleAttemptError(RuntimeError):
@@ -74,7 +96,6 @@ class Flight:
 
     async def reserve(self, attempt: int, window: int, window_bytes: int) -> None:
         """Wait until all packs of `window` may be captured."""
-        started = asyncio.get_running_loop().time()
         async with self._changed:
 
             def ready() -> bool:
@@ -91,7 +112,6 @@ class Flight:
             await self._changed.wait_for(ready)
             state = self._current(attempt)
             counters = self.counters
-            counters.reserve_wait_s += asyncio.get_running_loop().time() - started
             if window == state.next_window:
                 state.next_window += 1
                 state.reserved[window] = window_bytes
@@ -103,7 +123,6 @@ class Flight:
         """Own a captured pack until its window is acknowledged; a repeated one replaces nothing."""
         async with self._changed:
             state, counters = self._attempt, self.counters
-            counters.captures += 1
             if state.number != key.attempt or key in state.deliveries:
                 counters.stale += 1
                 return

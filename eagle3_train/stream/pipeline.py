@@ -39,10 +39,14 @@ class StreamLink:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CapturedPack:
-    """Hidden states of one pack: int16-viewed bf16 or float32 [tokens, boundaries * hidden]."""
+    """Hidden states of one pack, in parts.
+
+    parts: states, int16-viewed bf16 or float32 [tokens, boundaries * hidden], and the indices in the pack
+    of the samples whose states these are, in order. bad: unusable samples, index: reason.
+    """
 
     pack: Pack
-    states: npt.NDArray[Any] | None
+    parts: list[tuple[npt.NDArray[Any], list[int]]]
     bad: dict[int, str]
 
 
@@ -58,7 +62,7 @@ def token_table(samples: list[Sample]) -> dict[str, npt.NDArray[Any]]:
 def captured_packs(windows: list[Window], rank: int, link: StreamLink) -> Iterator[CapturedPack]:
     """The rank's packs with their hidden states, in plan order.
 
-    The array of a pack is a view of the object store; drop it before acknowledging its window.
+    The arrays of a pack are views of the object store; drop them before acknowledging its window.
     """
     packs = [pack for window in windows for pack in window.packs if pack.rank == rank]
     rows = _dataset(windows, packs, link).iter_batches(
@@ -66,11 +70,15 @@ def captured_packs(windows: list[Window], rank: int, link: StreamLink) -> Iterat
     )
     for number, (pack, row) in enumerate(zip(packs, rows, strict=True)):
         assert int(row["pack"][0]) == number, "Ray Data changed the order of packs"
-        if not pack.entries:
-            yield CapturedPack(pack, None, {})
-            continue
-        refs, bad = ray.get(link.coordinator.take.remote(pack.key(link.attempt)))
-        yield CapturedPack(pack, ray.get(refs[0]), bad)
+        yield _take(pack, link)
+
+
+def _take(pack: Pack, link: StreamLink) -> CapturedPack:
+    """Wait for a pack and map its states; no reference outlives this call but the arrays."""
+    if not pack.entries:
+        return CapturedPack(pack, [], {})
+    refs, indices, bad = ray.get(link.coordinator.take.remote(pack.key(link.attempt)))
+    return CapturedPack(pack, list(zip(ray.get(refs), indices, strict=True)), bad)
 
 
 def _dataset(windows: list[Window], packs: list[Pack], link: StreamLink) -> ray.data.Dataset:
@@ -81,7 +89,7 @@ def _dataset(windows: list[Window], packs: list[Pack], link: StreamLink) -> ray.
             "pack": number,
             "key": list(pack.key(link.attempt)),
             "window_bytes": window_bytes[pack.window],
-            "rows": json.dumps([row for _, row in pack.entries]),
+            "entries": json.dumps(pack.entries),
         }
         for number, pack in enumerate(packs)
     ]
@@ -116,6 +124,6 @@ class CaptureClient:
     ) -> AsyncIterator[dict[str, npt.NDArray[Any]]]:
         """Wait until the pack's hidden states are in flight."""
         key = PackKey(*map(int, batch["key"][0]))
-        rows = json.loads(str(batch["rows"][0]))
-        await self._coordinator.capture.remote(key, int(batch["window_bytes"][0]), rows)
+        entries = [(epoch, row) for epoch, row in json.loads(str(batch["entries"][0]))]
+        await self._coordinator.capture.remote(key, int(batch["window_bytes"][0]), entries)
         yield {"pack": batch["pack"]}

@@ -21,8 +21,9 @@ from eagle3_train.records import Pack, Sample
 class Window:
     """All packs between two optimiser steps ("train"), or of one held-out evaluation ("eval").
 
-    index counts windows of both kinds; step is the 1-based optimiser step a train window makes, or the
-    last one made before an evaluation; closes is False for all but an evaluation's last window. starts: supervised starts (k = 0) of the window, all ranks.
+    index counts windows of both kinds; step is the 1-based optimiser step a train window ends with (it
+    makes `replay` of them), or the last one made before an evaluation; closes is False for all but an
+    evaluation's last window. starts: supervised starts (k = 0) of the window, all ranks.
     """
 
     index: int
@@ -36,7 +37,10 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class PlanShape:
-    """What the layout depends on, beside the samples and the ledger."""
+    """What the layout depends on, beside the samples and the ledger.
+
+    replay: passes over each window while it is resident. An entry's epoch is that of its first pass.
+    """
 
     ranks: int
     accumulation: int
@@ -44,6 +48,7 @@ class PlanShape:
     epochs: int
     seed: int
     eval_every: int
+    replay: int = 1
 
 
 def supervised_starts(loss_mask: npt.NDArray[np.bool_]) -> int:
@@ -84,9 +89,12 @@ def plan_run(
 
     if done_steps == 0:
         evaluate(0)
-    for step, entries in enumerate(todo, start=done_steps + 1):
+    assert done_steps % shape.replay == 0, "a checkpoint was made while a window was resident"
+    last = done_steps + shape.replay * len(todo)
+    for number, entries in enumerate(todo, start=1):
+        step = done_steps + number * shape.replay
         windows.append(_window(len(windows), "train", step, True, entries, rows, shape.ranks))
-        if step % shape.eval_every == 0 or step == done_steps + len(todo):
+        if step % shape.eval_every == 0 or step == last:
             evaluate(step)
     return windows
 
@@ -95,16 +103,12 @@ Entries = list[list[tuple[int, int]]]
 """(epoch, row) pairs of each of a window's ranks x accumulation packs."""
 
 
-def _pairs(
-    samples: int, shape: PlanShape, trained: npt.NDArray[np.bool_] | None
-) -> list[tuple[int, int]]:
-    """Every (epoch, row) still to train, in order."""
+def _pairs(samples: int, shape: PlanShape, trained: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
+    """Every (epoch, row) still to train, in order; with replay, its first epoch stands for all passes."""
     pairs: list[tuple[int, int]] = []
-    for epoch in range(shape.epochs):
+    for epoch in range(0, shape.epochs, shape.replay):
         order = np.random.default_rng((shape.seed, epoch)).permutation(samples)
-        pairs.extend(
-            (epoch, int(row)) for row in order if trained is None or not trained[epoch, row]
-        )
+        pairs.extend((epoch, int(row)) for row in order if not trained[epoch, row])
     return pairs
 
 

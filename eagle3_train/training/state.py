@@ -16,11 +16,12 @@ import torch.distributed as dist
 from eagle3_train.config import JobConfig
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter
-from eagle3_train.records import Sample
+from eagle3_train.records import Pack, Sample
 from eagle3_train.runlog import log
 from eagle3_train.stream.ledger import Ledger
 from eagle3_train.stream.plan import PlanShape, Window, plan_run
 from eagle3_train.training import checkpoint
+from eagle3_train.training.feed import FeedShape
 from eagle3_train.training.initial import frozen_target, load_initial, spec_of
 from eagle3_train.training.optim import AdamW
 from eagle3_train.training.shard import shard
@@ -35,6 +36,7 @@ def plan_shape(config: JobConfig) -> PlanShape:
         epochs=config.train.epochs,
         seed=config.train.seed,
         eval_every=config.train.eval_every,
+        replay=config.stream.replay,
     )
 
 
@@ -109,6 +111,23 @@ class TrainState:
         windows = plan_run(self.train, self.held_out, shape, self.ledger.trained, self.step)
         self.total_steps = max((w.step for w in windows), default=self.step)
         return windows
+
+    @property
+    def walked_steps(self) -> int:
+        """Draft steps an evaluation walks."""
+        return max(self.config.train.ttt_steps, self.config.evaluate.num_speculative_tokens)
+
+    def feed_shape(self) -> FeedShape:
+        """What this rank's step expects of a pack."""
+        spec = self.drafter.spec
+        return FeedShape(self.device, self.dtype, spec.num_aux * spec.hidden_size, spec.hidden_size)
+
+    def documents(self, pack: Pack) -> tuple[list[Sample], int]:
+        """A pack's samples, and how many steps their chains are unrolled."""
+        rows = [row for _, row in pack.entries]
+        is_held_out = bool(rows) and rows[0] >= len(self.train)
+        steps = self.walked_steps if is_held_out else self.config.train.ttt_steps
+        return [self.sample(row) for row in rows], steps
 
     def sample(self, row: int) -> Sample:
         """Row of the plan: training samples first, held-out ones after them."""

@@ -1,6 +1,6 @@
 """One optimiser step, and one held-out evaluation, of one rank.
 
-Both pull the rank's packs of a window from the stream, in order; nothing of a pack is kept after they
+Both pull the rank's packs of a window from its feed, in order; nothing of a pack is kept after they
 return, so the caller may acknowledge the window.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +16,12 @@ import torch
 import torch.distributed as dist
 
 from eagle3_train.drafter.losses import LossOptions
-from eagle3_train.drafter.rows import PackedBatch, plan_rows
+from eagle3_train.drafter.rows import PackedBatch
 from eagle3_train.drafter.ttt import StepMetrics
-from eagle3_train.drafter.walk import walk_answers
+from eagle3_train.drafter.walk import walk_batch
 from eagle3_train.runlog import log
-from eagle3_train.stream.pipeline import CapturedPack
 from eagle3_train.stream.plan import Window
+from eagle3_train.training.feed import FedPack
 from eagle3_train.training.optim import learning_rate
 from eagle3_train.training.state import TrainState
 
@@ -35,25 +34,28 @@ class TooManyBadSamplesError(RuntimeError):
     """More captured samples were unusable than train.max_bad_samples allows."""
 
 
-def train_step(state: TrainState, window: Window, packs: Iterator[CapturedPack]) -> dict[str, Any]:
-    """Train on one window and return its metrics; empty off the log interval.
+def train_step(
+    state: TrainState, window: Window, packs: Iterator[FedPack], replay: int
+) -> dict[str, Any]:
+    """Train on one window, for the `replay`-th time (from 0), and return metrics; empty off the log interval.
 
     The loss is normalised by the supervised starts of the whole window over all ranks, so a token
     weighs the same however it was batched. FSDP averages gradients over ranks: hence times ranks.
     """
     config, started, wait_s = state.config.train, time.monotonic(), 0.0
-    logged = window.step % config.log_every == 0
+    step = state.step + 1
+    logged = step % config.log_every == 0
     options = LossOptions(kind=config.loss, decay=config.decay)
     tally = Tally(config.ttt_steps, state.device)
     for _ in range(config.accumulation):
         asked = time.monotonic()
-        batch = packed_batch(state, next(packs))
+        batch = _next_batch(state, packs)
         wait_s += time.monotonic() - asked
         out = state.drafter(batch, state.frozen, options, float(max(window.starts, 1)), logged)
         (out.loss * state.ranks).backward()
         tally.add(out.loss.detach(), out.metrics)
     lr = learning_rate(
-        window.step,
+        step,
         peak=config.lr,
         warmup=config.warmup_ratio * state.total_steps,
         total=state.total_steps,
@@ -63,15 +65,15 @@ def train_step(state: TrainState, window: Window, packs: Iterator[CapturedPack])
     state.optimizer.set_lr(lr)
     grad_norm = state.optimizer.step()
     state.optimizer.zero_grad()
-    state.step = window.step
-    state.ledger.mark(entry for pack in window.packs for entry in pack.entries)
+    state.step = step
+    state.ledger.mark((epoch + replay, row) for pack in window.packs for epoch, row in pack.entries)
     if not logged:
         return {}
     loss, accuracy, prefix = tally.reduce(state.ranks)
     wait_s = state.longest(wait_s)
     if not (math.isfinite(loss) and math.isfinite(float(grad_norm))):
         raise NonFiniteLossError(
-            f"step {window.step}: loss {loss}, gradient norm {float(grad_norm)} "
+            f"step {step}: loss {loss}, gradient norm {float(grad_norm)} "
             f"(samples {[pack.entries for pack in window.packs]}); nothing of this step is kept"
         )
     wall_s = time.monotonic() - started
@@ -113,38 +115,20 @@ class Tally:
         return float(loss), (correct / rows).tolist(), (prefix / rows).tolist()
 
 
-def packed_batch(state: TrainState, captured: CapturedPack) -> PackedBatch:
-    """A pack as tensors on the training device; samples that came back wrong supervise nothing."""
-    samples = [state.sample(row) for _, row in captured.pack.entries]
-    masks = [s.loss_mask & (index not in captured.bad) for index, s in enumerate(samples)]
-    if captured.bad:
-        _count_bad(state, captured)
-    rows = plan_rows([s.input_ids for s in samples], masks, state.config.train.ttt_steps)
-    width = state.drafter.spec.num_aux * state.drafter.spec.hidden_size
-    if captured.states is None:
-        states = torch.zeros(0, width + state.drafter.spec.hidden_size)
-    else:
-        with warnings.catch_warnings():  # the array is read-only, and only read
-            warnings.simplefilter("ignore", UserWarning)
-            states = torch.from_numpy(captured.states)
-        if captured.states.dtype == np.int16:
-            states = states.view(torch.bfloat16)
-    states = states.to(state.device, state.dtype, non_blocking=True)
-    return PackedBatch(rows.to(state.device), states[:, :width], states[:, width:])
-
-
-def _count_bad(state: TrainState, captured: CapturedPack) -> None:
-    """Log and count unusable samples; too many of them stop the run."""
-    for index, reason in captured.bad.items():
-        epoch, row = captured.pack.entries[index]
+def _next_batch(state: TrainState, packs: Iterator[FedPack]) -> PackedBatch:
+    """The rank's next pack. Unusable samples are logged and counted; too many of them stop the run."""
+    fed = next(packs)
+    for index, reason in fed.bad.items():
+        epoch, row = fed.pack.entries[index]
         log.warning("sample %s (epoch %d): %s", state.sample(row).id, epoch, reason)
-    state.bad_samples += len(captured.bad)
+    state.bad_samples += len(fed.bad)
     allowed = state.config.train.max_bad_samples * state.config.train.epochs * len(state.train)
     if state.bad_samples > max(allowed, 1):
         raise TooManyBadSamplesError(
             f"{state.bad_samples} captured samples were unusable, more than train.max_bad_samples="
             f"{state.config.train.max_bad_samples} allows; run the live preflight on this target"
         )
+    return fed.batch
 
 
 class Evaluation:
@@ -152,29 +136,23 @@ class Evaluation:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._steps = state.config.train.ttt_steps
+        self._served = state.config.evaluate.num_speculative_tokens
+        self._steps = state.walked_steps
         self._start()
 
     def _start(self) -> None:
         self._tally = Tally(self._steps, self._state.device)
         self._walked = np.zeros((2, self._steps), dtype=np.int64)  # rounds, accepted for k = 1..
 
-    def add(self, window: Window, packs: Iterator[CapturedPack]) -> dict[str, Any]:
+    def add(self, window: Window, packs: Iterator[FedPack]) -> dict[str, Any]:
         """Walk one window's packs; metrics after the window that closes the evaluation, else empty."""
         state = self._state
         options = LossOptions(kind=state.config.train.loss, decay=state.config.train.decay)
-        batch = packed_batch(state, next(packs))
-        with torch.no_grad():
-            out = state.drafter(batch, state.frozen, options, float(max(window.starts, 1)), True)
-        assert out.metrics is not None
-        self._tally.add(out.loss.detach(), out.metrics)
-        starts = batch.rows.starts.cpu()
-        walked = walk_answers(
-            out.metrics.accepted.cpu().numpy(),
-            starts.numpy(),
-            batch.rows.begin.cpu()[starts].numpy(),
-            self._steps,
+        batch = _next_batch(state, packs)
+        out, walked = walk_batch(
+            state.drafter, state.frozen, batch, options, float(max(window.starts, 1))
         )
+        self._tally.add(out.loss, out.metrics)
         self._walked += np.stack([walked.rounds, walked.accepted])
         return self._finish() if window.closes else {}
 
@@ -187,10 +165,9 @@ class Evaluation:
         rounds, accepted = walked.cpu().numpy()
         lengths = 1.0 + accepted / np.maximum(rounds, 1)
         self._start()
-        served = min(self._state.config.evaluate.num_speculative_tokens, self._steps)
-        self._state.expected_acceptance_length = float(lengths[served - 1])
+        self._state.expected_acceptance_length = float(lengths[self._served - 1])
         return {
-            "eval/expected_acceptance_length": float(lengths[served - 1]),
+            "eval/expected_acceptance_length": float(lengths[self._served - 1]),
             "eval/expected_by_k": lengths.tolist(),
             "eval/loss": loss,
             "eval/step_accuracy": accuracy,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eagle3_train.records import PackKey
-from eagle3_train.stream.flight import Delivery, Flight, StaleAttemptError
+from eagle3_train.stream.flight import Delivery, Flight, Part, StaleAttemptError
 
 
 async def _blocked(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -15,6 +15,10 @@ async def _blocked(work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
     await asyncio.sleep(0.01)
     assert not task.done()
     return task
+
+
+def delivery(states: str, nbytes: int, bad: dict[int, str] | None = None) -> Delivery:
+    return Delivery([Part(states, nbytes, [0])], bad or {})
 
 
 async def _flight(max_bytes: int, ranks: int = 1) -> Flight:
@@ -28,7 +32,7 @@ def test_a_window_waits_for_bytes_and_the_ack_of_every_rank_frees_them() -> None
         stream = await _flight(100, ranks=2)
         await stream.reserve(0, 0, 60)
         later = await _blocked(stream.reserve(0, 1, 60))
-        await stream.keep(PackKey(0, 0, 0, 0), Delivery("ref", 60, {}))
+        await stream.keep(PackKey(0, 0, 0, 0), delivery("ref", 60))
         await stream.ack(0, 0, 0)
         await asyncio.sleep(0.01)
         assert not later.done()
@@ -66,11 +70,11 @@ def test_take_waits_for_delivery_and_a_repeated_delivery_changes_nothing() -> No
         key = PackKey(0, 0, 0, 0)
         await stream.reserve(0, 0, 50)
         taking = await _blocked(stream.take(key))
-        await stream.keep(key, Delivery("first", 50, {1: "nan"}))
-        await stream.keep(key, Delivery("second", 50, {}))
-        assert await taking == Delivery("first", 50, {1: "nan"})
+        await stream.keep(key, delivery("first", 50, {1: "nan"}))
+        await stream.keep(key, delivery("second", 50))
+        assert await taking == delivery("first", 50, {1: "nan"})
         counters = stream.counters
-        assert (counters.in_flight, counters.captures, counters.bad_samples) == (50, 2, 1)
+        assert (counters.in_flight, counters.stale, counters.bad_samples) == (50, 1, 1)
 
     asyncio.run(story())
 
@@ -79,12 +83,12 @@ def test_a_new_attempt_frees_everything_and_turns_old_callers_away() -> None:
     async def story() -> None:
         stream = await _flight(100)
         await stream.reserve(0, 0, 80)
-        await stream.keep(PackKey(0, 0, 0, 0), Delivery("ref", 80, {}))
+        await stream.keep(PackKey(0, 0, 0, 0), delivery("ref", 80))
         waiting = await _blocked(stream.reserve(0, 1, 80))
         await stream.begin(1)
         with pytest.raises(StaleAttemptError):
             await waiting
-        await stream.keep(PackKey(0, 0, 0, 1), Delivery("late", 10, {}))
+        await stream.keep(PackKey(0, 0, 0, 1), delivery("late", 10))
         await stream.reserve(1, 0, 100)
         counters = stream.counters
         assert (counters.in_flight, counters.stale) == (0, 1)

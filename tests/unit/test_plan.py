@@ -1,5 +1,7 @@
 """The planned stream: every pair once, budgets kept, resuming equals never having stopped."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -99,3 +101,24 @@ def test_a_pair_trained_twice_is_refused() -> None:
 def test_a_ledger_of_other_data_is_refused() -> None:
     with pytest.raises(ValueError, match=r"data or train\.epochs changed"):
         Ledger.from_hex(Ledger(2, 100).to_hex(), 2, 50)
+
+
+@pytest.mark.parametrize("stop_after", [0, 1, 3])
+def test_a_replayed_window_makes_its_steps_at_once_and_resuming_is_exact(stop_after: int) -> None:
+    train = samples(40)
+    shape = replace(SHAPE, epochs=4, replay=2, eval_every=6)
+    ledger = Ledger(4, 40)
+    whole = [w for w in plan_run(train, [], shape, ledger.trained, 0) if w.kind == "train"]
+    assert [w.step for w in whole] == list(range(2, 2 * len(whole) + 1, 2))
+    assert {e for e, _ in pairs_of(whole)} == {0, 2}, "an entry stands for the epochs e and e + 1"
+    for window in whole[:stop_after]:
+        for again in range(2):
+            ledger.mark((e + again, row) for p in window.packs for e, row in p.entries)
+    rest = plan_run(train, [], shape, ledger.trained, 2 * stop_after)
+    assert [(w.step, [p.entries for p in w.packs]) for w in rest if w.kind == "train"] == [
+        (w.step, [p.entries for p in w.packs]) for w in whole[stop_after:]
+    ]
+    for window in whole[stop_after:]:
+        for again in range(2):
+            ledger.mark((e + again, row) for p in window.packs for e, row in p.entries)
+    assert ledger.trained.all()

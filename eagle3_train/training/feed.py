@@ -1,0 +1,175 @@
+"""From the stream to the training device, one pack ahead of the step that uses it.
+
+  captured packs -> (thread) rows planned, states into pinned memory -> (side stream) device -> next()
+
+Everything here runs in a thread of its own while the device computes, so a step waits only when the
+stream itself is late. On CUDA two pinned buffers per rank, each of the largest pack seen, are reused.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eagle3_train.drafter.rows import PackedBatch, plan_rows
+from eagle3_train.records import Pack, Sample
+from eagle3_train.stream.pipeline import CapturedPack
+
+cuda: Any = torch.cuda  # untyped in torch
+
+
+@dataclass(frozen=True, slots=True)
+class FedPack:
+    """A pack on the training device; `bad`: samples that supervise nothing, index in pack: reason."""
+
+    pack: Pack
+    batch: PackedBatch
+    bad: dict[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class FeedShape:
+    """What a feed makes of a pack. aux, hidden: columns of the states that feed the drafter, and the rest."""
+
+    device: torch.device
+    dtype: torch.dtype
+    aux: int
+    hidden: int
+
+
+def feed(
+    packs: Iterator[CapturedPack],
+    documents: Callable[[Pack], tuple[list[Sample], int]],
+    shape: FeedShape,
+) -> Iterator[FedPack]:
+    """The rank's packs on its device, in order. `documents`: a pack's samples and unroll depth.
+
+    An error of the stream is raised here. Nothing of a pack but its device copy is kept by the feed.
+    """
+    stage = _Stage(shape)
+    ready: queue.Queue[tuple[FedPack, Any] | BaseException | None] = queue.Queue(maxsize=1)
+
+    def work() -> None:
+        try:
+            for captured in packs:
+                ready.put(stage.load(captured, *documents(captured.pack)))
+                del captured  # its arrays are views of the object store
+            ready.put(None)
+        except BaseException as error:  # noqa: BLE001 - raised by the consumer
+            ready.put(error)
+
+    threading.Thread(target=work, name="feed", daemon=True).start()
+    held: list[FedPack] = []
+    while _receive(ready, held):
+        yield held.pop()  # not kept here: the step frees it
+
+
+def _receive(ready: queue.Queue[Any], held: list[FedPack]) -> bool:
+    """Wait for the next pack and append it to `held`; False at the end."""
+    item = ready.get()
+    if item is None:
+        return False
+    if isinstance(item, BaseException):
+        raise item
+    fed, event = item
+    if event is not None:
+        _hand_over(fed.batch, event)
+    held.append(fed)
+    return True
+
+
+def _hand_over(batch: PackedBatch, event: Any) -> None:
+    """Make the current stream wait for the copies, and the allocator for the current stream."""
+    current = cuda.current_stream()
+    current.wait_event(event)
+    planned = [getattr(batch.rows, field.name) for field in fields(batch.rows)]
+    for tensor in (batch.aux_hidden_states, batch.last_hidden_states, *planned):
+        if isinstance(tensor, Tensor):
+            tensor.record_stream(current)
+
+
+class _Stage:
+    """Copies packs to the device; used by one thread."""
+
+    def __init__(self, shape: FeedShape) -> None:
+        self._shape = shape
+        self._stream = cuda.Stream(shape.device) if shape.device.type == "cuda" else None
+        self._pinned: list[tuple[Tensor, Any]] = []  # buffer, event after which it is free
+
+    def load(
+        self, captured: CapturedPack, samples: list[Sample], steps: int
+    ) -> tuple[FedPack, Any]:
+        """The pack on the device, and the CUDA event after which it is there (None on CPU)."""
+        shape = self._shape
+        masks = [s.loss_mask & (index not in captured.bad) for index, s in enumerate(samples)]
+        rows = plan_rows([s.input_ids for s in samples], masks, steps)
+        event = None
+        if self._stream is None:
+            states = self._assemble(captured, samples).to(shape.dtype)
+        else:
+            with cuda.stream(self._stream):
+                rows = rows.to(shape.device)
+                states = self._copy(captured, samples).to(shape.dtype)
+                event = cuda.Event()
+                event.record(self._stream)
+        batch = PackedBatch(rows, states[:, : shape.aux], states[:, shape.aux :])
+        return FedPack(captured.pack, batch, captured.bad), event
+
+    def _assemble(
+        self, captured: CapturedPack, samples: list[Sample], out: Tensor | None = None
+    ) -> Tensor:
+        """States of all samples in pack order, in `out` when given; a whole pack is not copied otherwise."""
+        parts = [(_tensor(array), indices) for array, indices in captured.parts]
+        if not parts:
+            return torch.zeros(0, self._shape.aux + self._shape.hidden)
+        if out is None and len(parts) == 1 and parts[0][1] == sorted(parts[0][1]):
+            return parts[0][0]
+        ends = np.cumsum([sample.captured_tokens for sample in samples])
+        if out is None:
+            out = torch.empty(int(ends[-1]), parts[0][0].shape[1], dtype=parts[0][0].dtype)
+        for states, indices in parts:
+            position = 0
+            for index in indices:
+                length = samples[index].captured_tokens
+                out[int(ends[index]) - length : int(ends[index])] = states[position:][:length]
+                position += length
+        return out
+
+    def _copy(self, captured: CapturedPack, samples: list[Sample]) -> Tensor:
+        """States on the device, through a pinned buffer; the side stream is current."""
+        if not captured.parts:
+            return self._assemble(captured, samples).to(self._shape.device)
+        first = _tensor(captured.parts[0][0])
+        size = captured.pack.tokens * first.shape[1] * first.element_size()
+        buffer = self._buffer(size)
+        pinned = buffer[:size].view(first.dtype).view(captured.pack.tokens, first.shape[1])
+        states = self._assemble(captured, samples, pinned).to(self._shape.device, non_blocking=True)
+        done = cuda.Event()
+        done.record(self._stream)
+        self._pinned.append((buffer, done))
+        return states
+
+    def _buffer(self, size: int) -> Tensor:
+        """A free pinned buffer of at least `size` bytes."""
+        if len(self._pinned) == 2:
+            buffer, done = self._pinned.pop(0)
+            done.synchronize()
+            if len(buffer) >= size:
+                return buffer
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
+    """View of an array of the object store; int16 is bf16."""
+    with warnings.catch_warnings():  # the array is read-only, and only read
+        warnings.simplefilter("ignore", UserWarning)
+        tensor = torch.from_numpy(array)
+    return tensor.view(torch.bfloat16) if array.dtype == np.int16 else tensor
