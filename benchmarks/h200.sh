@@ -1,13 +1,52 @@
 #!/usr/bin/env bash
-# What one session on a bare H200 host runs, after every part of the GPU pack is unpacked (tests/gpu/README.md).
-#   bash benchmarks/h200.sh rollout SOURCES OUT     the 10,000-prompt rollout beside plain vLLM
+# What one session on a bare H200 host runs, after every part of the GPU pack is unpacked into /opt/site.
+#   bash benchmarks/h200.sh capture OUT              capture against Hugging Face, and what handing over costs
+#   bash benchmarks/h200.sh preflight smollm2 OUT    live preflight in float32 (exact) and bfloat16
+#   bash benchmarks/h200.sh preflight kimi OUT       the same in bfloat16 for a target of Kimi-K2.5's shape, random weights
+#   bash benchmarks/h200.sh rollout SOURCES OUT      the 10,000-prompt rollout beside plain vLLM
+# Everything printed goes to OUT too, line by line, so a command that is cut off still says how far it came.
 set -euo pipefail
 source /opt/site/env.sh
-export PYTHONPATH=$PWD:$PYTHONPATH PYTHONUNBUFFERED=1
-python3 data/demo_target.py --gguf /opt/models/SmolLM2-135M-Instruct.Q4_1.gguf
+export PYTHONPATH=$PWD:$PYTHONPATH PYTHONUNBUFFERED=1 TRITON_F32_DEFAULT=ieee  # else float32 attention is TF32
+out=${!#}
+mkdir -p "$out"
+
+smollm2() {
+  python3 data/demo_target.py --gguf /opt/models/SmolLM2-135M-Instruct.Q4_1.gguf
+}
+
+# live NAME CONFIG OVERRIDE...: exit status of the first run that failed, after all have run
+live() {
+  local name=$1
+  shift
+  VLLM_LOGGING_LEVEL=WARNING python3 ray_jobs/preflight.py -c "$@" --depth live --json "$out/$name.json" \
+    preflight.skip=[package_size,placement,disk] engine.enforce_eager=true 2>&1 | tee "$out/$name.txt" || status=1
+}
+
+status=0
 case $1 in
+capture)
+  python3 -m pytest tests/gpu/test_engine_gpu.py -s --tb=short 2>&1 | tee "$out/capture.txt"
+  ;;
+preflight)
+  case $2 in
+  smollm2)
+    smollm2
+    live smollm2-float32 configs/h200-smollm2.yaml engine.dtype=float32 stream.dtype=float32
+    live smollm2-bfloat16 configs/h200-smollm2.yaml
+    ;;
+  kimi)
+    python3 -m tests.tiny /tmp/kimi-shaped
+    live kimi-shaped configs/kimi-k2.5.yaml target.path=/tmp/kimi-shaped engine.dtype=bfloat16 engine.tensor_parallel=1 \
+      engine.kv_cache_bytes=2000000000 engine.max_model_len=1024 corpus.max_len=512 drafter.aux_layers=[2,3,4] \
+      drafter.draft_vocab_size=256 train.workers=1 preflight.gpus_per_node=1
+    ;;
+  esac
+  ;;
 rollout)
+  smollm2
   python3 benchmarks/rollout.py -c configs/h200-smollm2.yaml "corpus.sources=[$2]"
-  cp runs/h200-smollm2/rollout/{state.json,accounting.json,synthesised.jsonl} benchmarks/results/rollout.jsonl "$3"
+  cp runs/h200-smollm2/rollout/{state.json,accounting.json,synthesised.jsonl} benchmarks/results/rollout.jsonl "$out"
   ;;
 esac
+exit $status

@@ -1,6 +1,5 @@
 """The live depth on real engines: a tiny Llama, and a tiny target in Kimi-K2.5's shape (wrapper, MLA, MoE)."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from eagle3_train.config import JobConfig
 from eagle3_train.drafter.losses import LossOptions
@@ -25,58 +23,6 @@ from eagle3_train.target.facts import read_facts
 from tests.tiny import AUX, write_target
 
 pytestmark = pytest.mark.vllm
-
-
-def write_kimi(directory: Path) -> Path:
-    """The tiny MLA target inside Kimi-K2.5's wrapper; the vision tower is never built."""
-    write_target(directory, "mla")
-    text = json.loads((directory / "config.json").read_text()) | {"model_type": "kimi_k2"}
-    vision = {
-        "model_type": "kimi_k25_vision",
-        "patch_size": 14,
-        "vt_hidden_size": 64,
-        "vt_intermediate_size": 128,
-        "vt_num_attention_heads": 4,
-        "vt_num_hidden_layers": 2,
-        "mm_hidden_size": 64,
-        "text_hidden_size": 64,
-        "merge_kernel_size": [2, 2],
-        "init_pos_emb_height": 8,
-        "init_pos_emb_width": 8,
-        "init_pos_emb_time": 4,
-        "pos_emb_type": "divided_fixed",
-        "merge_type": "sd2_tpool",
-        "mm_projector_type": "patchmerger",
-        "projector_hidden_act": "gelu",
-        "video_attn_type": "spatial_temporal",
-    }
-    wrapper: dict[str, Any] = {
-        "architectures": ["KimiK25ForConditionalGeneration"],
-        "model_type": "kimi_k25",
-        "dtype": "float32",
-        "text_config": text,
-        "vision_config": vision,
-        "media_placeholder_token_id": 500,
-        "ignore_index": -100,
-        "pad_token_id": 2,
-    }
-    (directory / "config.json").write_text(json.dumps(wrapper))
-    images = {
-        "patch_size": 14,
-        "merge_kernel_size": 2,
-        "temporal_merge_kernel_size": 4,
-        "image_mean": [0.5, 0.5, 0.5],
-        "image_std": [0.5, 0.5, 0.5],
-        "in_patch_limit": 64,
-        "in_patch_limit_each_frame": 64,
-        "in_patch_limit_video": 64,
-        "patch_limit_on_one_side": 8,
-        "fixed_output_tokens": None,
-    }
-    (directory / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": images}))
-    file = directory / "model.safetensors"
-    save_file({f"language_model.{name}": t for name, t in load_file(file).items()}, file)
-    return directory
 
 
 def job(folder: Path, target: Path, **drafter: Any) -> JobConfig:
@@ -118,8 +64,8 @@ def kimi_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("kimi")
     code = (
         "import sys; from pathlib import Path\n"
-        "from tests.integration.test_preflight import write_kimi\n"
-        "write_kimi(Path(sys.argv[1]))"
+        "from tests.tiny import write_kimi\n"
+        "write_kimi(Path(sys.argv[1]), 'cpu')"
     )
     root = Path(__file__).resolve().parents[2]
     subprocess.run([sys.executable, "-c", code, str(directory)], cwd=root, check=True, timeout=200)
