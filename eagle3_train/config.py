@@ -292,8 +292,8 @@ class ExportConfig(Section):
 class EvaluateConfig(Section):
     """What is measured in the engine."""
 
-    sources: tuple[str, ...] = ()
-    """Prompts to evaluate on; empty uses the held-out prompts of the rollout."""
+    sources: tuple[str, ...] = Field(("held_out",), min_length=1)
+    """Prompts to evaluate on: files, each a dataset, and `held_out`, the rollout's held-out prompts by domain."""
     num_prompts: PositiveInt = 80
     """Prompts per domain."""
     sampling: SamplingConfig = SamplingConfig()

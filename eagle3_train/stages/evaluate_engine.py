@@ -152,9 +152,8 @@ class Plain:
 def measure_plain(config: JobConfig, prompts: Prompts) -> tuple[Plain, Prompts]:
     """What the target does alone, and all prompts with their later turns."""
     with serving(config, spec_for(config, "plain")) as engine:
-        if config.evaluate.sources:
-            most = max(config.evaluate.concurrency)
-            prompts = with_followups(config, lambda asked: engine.answer(asked, most), prompts)
+        most = max(config.evaluate.concurrency)
+        prompts = with_followups(config, lambda asked: engine.answer(asked, most), prompts)
         passes = measure_all(config, engine, prompts, config.evaluate.concurrency, PLAIN_SEED)
         sampled = sample(config, engine, prompts, PLAIN_SEED)
         return Plain(passes, sampled, engine.facts()), prompts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,31 +26,23 @@ Prompts = dict[str, list[Prompt]]
 """Dataset -> prompts."""
 
 
+HELD_OUT = "held_out"
+
+
 def evaluation_prompts(config: JobConfig) -> Prompts:
-    """Dataset -> at most evaluate.num_prompts prompts: each source, or the rollout's held-out ones by domain."""
-    limit, paths = config.evaluate.num_prompts, RunDir(config.run_path)
-    found: Prompts = {}
+    """Dataset -> at most evaluate.num_prompts prompts: each file of the sources, the held-out ones by domain."""
+    limit, found = config.evaluate.num_prompts, Prompts()
     for source in config.evaluate.sources:
+        if source == HELD_OUT:
+            for prompt in _held_out(config):
+                found.setdefault(prompt.domain, []).append(prompt)
+            continue
         read = {"sources": (source,), "limit": limit, "max_len": config.engine.max_model_len}
         corpus = config.corpus.model_copy(update=read)
         tokenizer = config.target.tokenizer or config.target.path
         loaded = load_prompts(corpus, tokenizer, config.target.trust_remote_code, None)
         found.setdefault(Path(source).name.partition(".")[0], []).extend(loaded.prompts)
-    if not config.evaluate.sources:
-        messages = read_messages(paths.samples)
-        for sample in sorted(read_samples(paths.samples), key=lambda sample: sample.id):
-            ids = sample.input_ids[: sample.prompt_tokens]
-            if is_held_out(sample.id, config.corpus.held_out_fraction):
-                prompt = Prompt(sample.id, sample.domain, ids, messages[sample.id])
-                found.setdefault(sample.domain, []).append(prompt)
-    room = config.engine.max_model_len - config.evaluate.sampling.max_new_tokens
-    kept = {
-        name: [prompt for prompt in prompts if len(prompt.input_ids) <= room][:limit]
-        for name, prompts in found.items()
-    }
-    for name, prompts in found.items():
-        if too_long := min(len(prompts), limit) - len(kept[name]):
-            log.warning("evaluate: %d prompts of %s exceed %d tokens", too_long, name, room)
+    kept = {name: _fitting(config, name, prompts)[:limit] for name, prompts in found.items()}
     kept = {name: prompts for name, prompts in kept.items() if prompts}
     if not kept:
         raise ValueError(
@@ -58,6 +50,26 @@ def evaluation_prompts(config: JobConfig) -> Prompts:
             f"{config.corpus.held_out_fraction}"
         )
     return kept
+
+
+def _held_out(config: JobConfig) -> Iterator[Prompt]:
+    """First turns that the rollout answered but training did not see, in a stable order."""
+    folder = RunDir(config.run_path).samples
+    messages = read_messages(folder)
+    for sample in sorted(read_samples(folder), key=lambda sample: sample.id):
+        if is_held_out(sample.id, config.corpus.held_out_fraction):
+            said = json.loads(messages[sample.id])
+            text = json.dumps(said and said | {"followups": []})
+            yield Prompt(sample.id, sample.domain, sample.input_ids[: sample.prompt_tokens], text)
+
+
+def _fitting(config: JobConfig, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Prompts that leave room for an answer of full length."""
+    room = config.engine.max_model_len - config.evaluate.sampling.max_new_tokens
+    fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= room]
+    if too_long := len(prompts) - len(fitting):
+        log.warning("evaluate: %d prompts of %s exceed %d tokens", too_long, name, room)
+    return fitting
 
 
 def leaked(config: JobConfig, prompts: Prompts) -> list[str]:
@@ -84,10 +96,11 @@ def with_followups(
             break
         for name, group in turn.items():
             answers = ask(requests(config, group))
-            turn[name] = [
+            following = [
                 _next_turn(prompt, generation.text, renderer)
                 for prompt, generation in zip(group, answers, strict=True)
             ]
+            turn[name] = _fitting(config, name, following)
             complete[name] = [*complete[name], *turn[name]]
     return complete
 

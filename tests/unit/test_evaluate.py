@@ -223,12 +223,15 @@ def test_later_turns_are_asked_after_the_targets_own_answers(
     job = config.model_copy(
         update={
             "target": config.target.model_copy(update={"path": str(tmp_path / "target")}),
+            "corpus": config.corpus.model_copy(update={"max_len": 8}),  # that of training
             "evaluate": config.evaluate.model_copy(
-                update={"sources": (str(tmp_path / "mt.jsonl"),)}
+                update={"sources": ("held_out", str(tmp_path / "mt.jsonl"))}
             ),
         }
     )
+    rollout(config, [f"question {number}" for number in range(24)])
     prompts = evaluate_prompts.evaluation_prompts(job)
+    assert {name: len(group) for name, group in prompts.items()} == {"general": 3, "mt": 1}
     asked: list[int] = []
 
     def ask(requests: list[Request]) -> list[Generation]:
