@@ -20,7 +20,8 @@ live() {
   local name=$1
   shift
   VLLM_LOGGING_LEVEL=WARNING python3 ray_jobs/preflight.py -c "$@" --depth live --json "$out/$name.json" \
-    preflight.skip=[package_size,placement,disk] engine.enforce_eager=true 2>&1 | tee "$out/$name.txt" || status=1
+    preflight.skip=[package_size,placement,disk] engine.enforce_eager=true \
+    engine.gpu_memory_utilization=0.2 engine.kv_cache_bytes=4000000000 2>&1 | tee "$out/$name.txt" || status=1
 }
 
 status=0
@@ -38,7 +39,7 @@ preflight)
   kimi)
     python3 -m tests.tiny /tmp/kimi-shaped
     live kimi-shaped configs/kimi-k2.5.yaml target.path=/tmp/kimi-shaped engine.dtype=bfloat16 engine.tensor_parallel=1 \
-      engine.kv_cache_bytes=2000000000 engine.max_model_len=1024 corpus.max_len=512 drafter.aux_layers=[2,3,4] \
+      engine.max_model_len=1024 corpus.max_len=512 drafter.aux_layers=[2,3,4] \
       drafter.draft_vocab_size=256 train.workers=1 preflight.gpus_per_node=1
     ;;
   esac

@@ -43,6 +43,7 @@ def spec(target: Path, boundaries: tuple[int, ...], **values: Any) -> EngineSpec
         "max_num_batched_tokens": 64,  # prompts are prefilled in parts
         "prefix_caching": True,
         "kv_cache_bytes": 256 << 20,
+        "gpu_memory_utilization": 0.2,
     }
     return EngineSpec(str(target), str(target), "capture", boundaries, **(sizes | values))
 
