@@ -235,6 +235,8 @@ class TrainConfig(Section):
     """Optimiser steps between held-out evaluations."""
     eval_samples: NonNegativeInt = 32
     """Held-out samples per evaluation."""
+    early_stop_evals: NonNegativeInt = 0
+    """Stop after so many evaluations in a row without a longer expected acceptance length; 0 never does."""
     checkpoint_every: PositiveInt = 50
     """Optimiser steps between checkpoints."""
     keep_checkpoints: PositiveInt = 2

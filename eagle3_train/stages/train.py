@@ -173,8 +173,12 @@ def train_worker(job: dict[str, Any]) -> None:
                 record.write(state.step, metrics | {"time_s": time.time()})
                 _log_line(state, metrics)
         coordinator.ack.remote(attempt, window.index, state.rank)
-        if _checkpoint_due(config, window, windows[number + 1 :]):
-            state.save({"eval/expected_acceptance_length": state.expected_acceptance_length})
+        rest = [] if state.has_stalled else windows[number + 1 :]
+        if _checkpoint_due(config, window, rest):
+            state.save({"eval/expected_acceptance_length": state.evaluations.last})
+        if state.has_stalled:
+            log.info("stopped: E[len] has not risen above %.3f lately", state.evaluations.best)
+            break
     if record is not None:
         record.close()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,20 @@ def plan_shape(config: JobConfig) -> PlanShape:
 
 
 @dataclass(slots=True)
+class Evaluations:
+    """Expected acceptance length at the held-out evaluations so far; `stale` of them brought nothing new."""
+
+    last: float = 0.0
+    best: float = 0.0
+    stale: int = 0
+
+    def add(self, length: float) -> None:
+        """Take the next evaluation's."""
+        self.stale = 0 if length > self.best else self.stale + 1
+        self.last, self.best = length, max(length, self.best)
+
+
+@dataclass(slots=True)
 class TrainState:
     """One rank: model, optimiser, position in the data. step counts optimiser steps made."""
 
@@ -58,7 +72,7 @@ class TrainState:
     step: int = 0
     total_steps: int = 0
     bad_samples: int = 0
-    expected_acceptance_length: float = 0.0
+    evaluations: Evaluations = field(default_factory=Evaluations)
 
     @classmethod
     def create(cls, config: JobConfig, train: list[Sample], held_out: list[Sample]) -> TrainState:
@@ -101,7 +115,7 @@ class TrainState:
             saved = checkpoint.restore(Path(folder), self.drafter, self.optimizer)
         self.step = saved["step"]
         self.bad_samples = saved["bad_samples"]
-        self.expected_acceptance_length = saved["expected_acceptance_length"]
+        self.evaluations = Evaluations(**saved["evaluations"])
         self.ledger = Ledger.from_hex(saved["ledger"], self.config.train.epochs, len(self.train))
         log.info("restored step %d: %d pairs trained", self.step, self.ledger.count)
 
@@ -116,6 +130,12 @@ class TrainState:
     def walked_steps(self) -> int:
         """Draft steps an evaluation walks."""
         return max(self.config.train.ttt_steps, self.config.evaluate.num_speculative_tokens)
+
+    @property
+    def has_stalled(self) -> bool:
+        """Whether train.early_stop_evals evaluations in a row brought nothing; the same on every rank."""
+        patience = self.config.train.early_stop_evals
+        return 0 < patience <= self.evaluations.stale
 
     def feed_shape(self) -> FeedShape:
         """What this rank's step expects of a pack."""
@@ -154,7 +174,7 @@ class TrainState:
             "step": self.step,
             "ledger": self.ledger.to_hex(),
             "bad_samples": self.bad_samples,
-            "expected_acceptance_length": self.expected_acceptance_length,
+            "evaluations": asdict(self.evaluations),
         }
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.save(Path(folder), self.drafter, self.optimizer, state)

@@ -152,8 +152,9 @@ class Evaluation:
         out, walked = walk_batch(
             state.drafter, state.frozen, batch, options, float(max(window.starts, 1))
         )
-        self._tally.add(out.loss, out.metrics)
-        self._walked += np.stack([walked.rounds, walked.accepted])
+        if batch.rows.supervised_starts:  # an empty pack is planned less deep
+            self._tally.add(out.loss, out.metrics)
+            self._walked += np.stack([walked.rounds, walked.accepted])
         return self._finish() if window.closes else {}
 
     def _finish(self) -> dict[str, Any]:
@@ -165,7 +166,7 @@ class Evaluation:
         rounds, accepted = walked.cpu().numpy()
         lengths = 1.0 + accepted / np.maximum(rounds, 1)
         self._start()
-        self._state.expected_acceptance_length = float(lengths[self._served - 1])
+        self._state.evaluations.add(float(lengths[self._served - 1]))
         return {
             "eval/expected_acceptance_length": float(lengths[self._served - 1]),
             "eval/expected_by_k": lengths.tolist(),

@@ -118,6 +118,17 @@ def test_one_worker_learns_what_two_learn(
     np.testing.assert_allclose(list(alone.values()), list(calm.values()), rtol=1e-3)
 
 
+def test_training_that_has_stalled_stops_on_every_rank_with_a_checkpoint(
+    pool: Any, tmp_path: Path
+) -> None:
+    config = job(tmp_path, "stalled", lr=1e-12, eval_every=2, early_stop_evals=2)
+    result = train.run(config, pool)
+    assert (
+        max(losses(config)) == result["steps"] == 4
+    )  # the first evaluation is a gain over nothing
+    assert 0 < result["samples_trained"] < result["samples_expected"]
+
+
 def test_fewer_samples_than_workers_is_refused_at_once(pool: Any, tmp_path: Path) -> None:
     raw = tiny_config(tmp_path, "few")
     raw["corpus"]["held_out_fraction"] = 0.0
