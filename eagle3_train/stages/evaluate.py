@@ -78,12 +78,7 @@ def run(config: JobConfig) -> Json:
         answers = {name: m.answers for (name, count), m in plain.passes.items() if count == first}
         walks = walk_answers_of(config, drafters, answers, plain.facts.dtype)
     served, sampled = measure_drafters(config, prompts, drafters)
-    result = compose(config, plain, served, walks, sampled) | {"inputs": inputs}
-    if leaks:
-        result["alarms"].append(
-            f"{len(leaks)} of {sum(map(len, prompts.values()))} prompts resemble training prompts: "
-            + ", ".join(leaks[:5])
-        )
+    result = compose(config, plain, served, walks, sampled, leaks) | {"inputs": inputs}
     for alarm in result["alarms"]:
         log.warning("evaluate: ALARM %s", alarm)
     write_atomic(paths.evaluation, json.dumps(result, indent=1))
@@ -97,6 +92,7 @@ def compose(
     served: dict[str, Passes],
     walks: dict[str, Walks],
     sampled: Sampled,
+    leaks: list[str],
 ) -> Json:
     """evaluation.json: rows, pooled figures of each drafter at the first concurrency, estimates, alarms."""
     temperature, facts = config.evaluate.sampling.temperature, plain.facts
@@ -143,6 +139,7 @@ def compose(
         "other": overall.get("other"),
         "difference_to_other": differences(served, first),
         "rounds": rounds(served["trained"], walks.get("trained", {}), first, k),
+        "leaked": leaks,
         "rows": rows,
         **common,
     }
@@ -227,5 +224,10 @@ def alarms(result: Json, first: int) -> list[str]:
     if agrees is not None and agrees < DISAGREEMENT:
         found.append(
             f"sampled answers with and without drafter are not of one distribution (p = {agrees:.4f})"
+        )
+    if leaks := result["leaked"]:
+        found.append(
+            f"{len(leaks)} of {result['trained']['requests']} prompts resemble training prompts: "
+            + ", ".join(leaks[:5])
         )
     return found

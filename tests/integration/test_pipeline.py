@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.tiny import write_target
+from tests.tiny import write_drafter, write_target
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [pytest.mark.ray, pytest.mark.vllm]
@@ -69,7 +69,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Path
     """Run directory of a whole pipeline, run by `ray job submit` on the session's cluster."""
     folder = tmp_path_factory.mktemp("pipeline")
     file = folder / "tiny.yaml"
-    file.write_text(yaml.safe_dump(tiny_config(folder, "tiny")))
+    config = tiny_config(folder, "tiny")
+    other = write_drafter(folder / "other", folder / "target", "llama", seed=1)
+    config["evaluate"] |= {"against": str(other), "sampled_answers": 8}
+    file.write_text(yaml.safe_dump(config))
     submitted = subprocess.run(
         [
             *("ray", "job", "submit", "--address", ray_cluster, "--working-dir", str(ROOT)),
@@ -108,6 +111,29 @@ def test_a_submitted_pipeline_ends_in_a_summary_with_every_promised_number(finis
     assert summary["lossless"] is True
     assert summary["samples_trained"] == summary["samples_expected"] > 0
     assert 0 < summary["peak_bytes_in_flight"] <= summary["max_bytes_in_flight"]
+
+
+def test_the_walk_predicts_every_drafting_round_of_the_engine(finished: Path) -> None:
+    evaluation = json.loads((finished / "evaluate" / "evaluation.json").read_text())
+    assert all(walked == served for walked, served in evaluation["rounds"])
+    assert len(evaluation["rounds"]) == evaluation["trained"]["requests"] > 0
+    assert len(evaluation["expected_by_k"]) == 7 > evaluation["num_speculative_tokens"]
+    assert evaluation["best_k"] in range(1, 8)
+
+
+def test_sampled_answers_with_and_without_drafter_are_of_one_distribution(finished: Path) -> None:
+    evaluation = json.loads((finished / "evaluate" / "evaluation.json").read_text())
+    assert evaluation["sampled_agreement"] > 0.001
+
+
+def test_a_drafter_of_another_shape_is_measured_on_the_same_prompts(finished: Path) -> None:
+    evaluation = json.loads((finished / "evaluate" / "evaluation.json").read_text())
+    against = evaluation["difference_to_other"]["all"]
+    assert against["interval"][0] > 0  # the other one is random
+    difference = (
+        evaluation["trained"]["acceptance_length"] - evaluation["other"]["acceptance_length"]
+    )
+    assert against["difference"] == pytest.approx(difference)
 
 
 def test_the_drafter_learns(finished: Path) -> None:

@@ -83,6 +83,7 @@ def composed(
         {"trained": {("gsm8k", 1): served}},
         {"trained": walked or walks()},
         [],
+        [],
     )
 
 
@@ -114,7 +115,7 @@ def test_a_concurrency_without_a_plain_pass_has_acceptance_but_no_speedup(
 ) -> None:
     passes = {"trained": {("gsm8k", 1): passed()}, "untrained": {("gsm8k", 8): passed()}}
     plain = Plain({("gsm8k", 1): plainly()}, [], FACTS)
-    untrained = evaluate.compose(config, plain, passes, {}, [])["untrained"]
+    untrained = evaluate.compose(config, plain, passes, {}, [], [])["untrained"]
     assert (untrained["concurrency"], untrained["speedup"]) == (8, None)
     assert (untrained["acceptance_length"], untrained["lossless"]) == (1.95, True)
 
@@ -151,9 +152,9 @@ def test_sampled_answers_of_another_distribution_alarm(config: JobConfig) -> Non
     plain = Plain({("gsm8k", 1): plainly()}, [[(1, 2)] * 20] * 4, FACTS)
     passes = {"trained": {("gsm8k", 1): passed()}}
     other, same = ([[(1, token)] * 20] * 4 for token in (3, 2))
-    found = evaluate.compose(config, plain, passes, {}, other)
+    found = evaluate.compose(config, plain, passes, {}, other, [])
     assert "not of one distribution" in found["alarms"][0]
-    assert evaluate.compose(config, plain, passes, {}, same)["sampled_agreement"] == 1.0
+    assert evaluate.compose(config, plain, passes, {}, same, [])["sampled_agreement"] == 1.0
 
 
 def test_loops_alarm(config: JobConfig) -> None:
@@ -161,12 +162,19 @@ def test_loops_alarm(config: JobConfig) -> None:
     assert "run in loops" in composed(config, passed(loop), plainly(loop))["alarms"][0]
 
 
+def test_prompts_that_leak_from_training_alarm(config: JobConfig) -> None:
+    plain = Plain({("gsm8k", 1): plainly()}, [], FACTS)
+    passes = {"trained": {("gsm8k", 1): passed()}}
+    found = evaluate.compose(config, plain, passes, {}, [], ["p1", "p3"])
+    assert found["alarms"] == ["2 of 4 prompts resemble training prompts: p1, p3"]
+
+
 def test_another_drafter_is_compared_on_the_same_prompts(config: JobConfig) -> None:
     answers = tuple(replace(a, accepted_per_position=(12, 9, 8)) for a in passed().answers)
     better = replace(passed(), answers=answers)
     passes = {"trained": {("gsm8k", 1): better}, "other": {("gsm8k", 1): passed()}}
     plain = Plain({("gsm8k", 1): plainly()}, [], FACTS)
-    found = evaluate.compose(config, plain, passes, {}, [])["difference_to_other"]
+    found = evaluate.compose(config, plain, passes, {}, [], [])["difference_to_other"]
     assert found.keys() == {"gsm8k", "all"}
     assert found["all"]["difference"] == pytest.approx(0.5)
     assert found["all"]["interval"] == pytest.approx([0.5, 0.5])
