@@ -240,12 +240,12 @@ def _text_config(config: Config) -> Config:
 
 
 def _size(values: Config, directory: Path, *names: str) -> int:
-    for name in names:
-        if values.get(name):
-            return int(values[name])
-    raise ValueError(
-        f"{directory}/config.json names no {names[0]}: not a decoder-only language model this project knows"
-    )
+    size = _first(values, *names)
+    if not size:
+        raise ValueError(
+            f"{directory}/config.json names no {names[0]}: not a decoder-only language model this project knows"
+        )
+    return size
 
 
 def _dense_width(values: Config, directory: Path) -> int:
@@ -285,13 +285,21 @@ def _mla(values: Config) -> MlaFacts | None:
 
 
 def _moe(values: Config) -> MoeFacts | None:
-    names = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_primary_experts")
-    experts = next((int(values[name]) for name in names if values.get(name)), 0)
+    experts = _first(
+        values, "n_routed_experts", "num_local_experts", "num_experts", "moe_num_primary_experts"
+    )
     if experts < 2:
         return None
-    width = values.get("moe_intermediate_size") or values.get("intermediate_size") or 0
-    per_token = values.get("num_experts_per_tok") or values.get("experts_per_token") or 1
-    return MoeFacts(experts, int(per_token), int(width), int(values.get("n_shared_experts") or 0))
+    per_token = _first(
+        values, "num_experts_per_tok", "experts_per_token", "moe_num_active_primary_experts"
+    )
+    width = _first(values, "moe_intermediate_size", "moe_ffn_hidden_size", "intermediate_size")
+    return MoeFacts(experts, per_token or 1, width, _first(values, "n_shared_experts"))
+
+
+def _first(values: Config, *names: str) -> int:
+    """The first size that is named and not zero; 0 when none is."""
+    return next((int(values[name]) for name in names if values.get(name)), 0)
 
 
 def _logit_scale(values: Config, hidden: int) -> float:

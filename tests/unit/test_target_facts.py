@@ -62,6 +62,14 @@ def test_a_wrapper_delegates_to_its_text_config(tmp_path):
     assert (read.vocab_size, read.is_multimodal) == (99, True)
 
 
+def test_experts_are_found_under_every_family_s_names(tmp_path):
+    deepseek = {"n_routed_experts": 64, "num_experts_per_tok": 6, "moe_intermediate_size": 96}
+    smallthinker = {"moe_num_primary_experts": 64, "moe_num_active_primary_experts": 6}
+    smallthinker["moe_ffn_hidden_size"] = 96
+    assert facts(tmp_path, **deepseek).moe == facts(tmp_path, **smallthinker).moe
+    assert facts(tmp_path, num_local_experts=8, experts_per_token=2).moe.intermediate_size == 128
+
+
 def test_both_rope_schemas_mean_the_same(tmp_path):
     scaling = {"factor": 4.0, "original_max_position_embeddings": 128}
     legacy = facts(tmp_path, rope_theta=5e4, rope_scaling={"type": "yarn", **scaling})
