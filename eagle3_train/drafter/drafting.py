@@ -55,15 +55,3 @@ def draft_logits(
         following = drafts[-1] if forced is None else int(forced[k])
         tokens, positions = torch.tensor([following]), positions[-1:] + 1
     return drafts, torch.stack(logits)
-
-
-def draft_tokens(
-    drafter: DrafterWeights,
-    target: FrozenTarget,
-    ids: Int[Tensor, " n"],
-    aux: Float[Tensor, "states aux_hidden"],
-    start: int,
-    num_tokens: int,
-) -> list[int]:
-    """Target ids that an engine with this drafter proposes after x[start+1]."""
-    return draft_logits(drafter, target, ids, aux, start, num_tokens)[0]

@@ -49,21 +49,3 @@ class FrozenTarget:
             d2t=None if self.d2t is None else self.d2t.to(device),
             t2d=None if self.t2d is None else self.t2d.to(device),
         )
-
-
-def check_draft_mapping(
-    d2t: Int[Tensor, " draft_vocab"], t2d: Bool[Tensor, " vocab"], draft_vocab_size: int
-) -> None:
-    """Raise ValueError unless d2t and t2d describe the same `draft_vocab_size` increasing target ids."""
-    ids = d2t.cpu() + torch.arange(len(d2t))
-    if len(d2t) != draft_vocab_size or int(t2d.sum()) != draft_vocab_size:
-        raise ValueError(
-            f"d2t has {len(d2t)} entries and t2d marks {int(t2d.sum())} tokens, but the draft vocabulary "
-            f"has {draft_vocab_size}; rebuild the mapping."
-        )
-    if len(ids) and (bool((ids.diff() <= 0).any()) or int(ids[0]) < 0 or int(ids[-1]) >= len(t2d)):
-        raise ValueError(
-            "i + d2t[i] must increase strictly within the target vocabulary; d2t holds offsets, not ids."
-        )
-    if not bool(t2d.cpu()[ids].all()):
-        raise ValueError("d2t names tokens that t2d does not mark; rebuild the mapping.")

@@ -1,13 +1,11 @@
 """What a drafter is: its shape, its switches and its rotary embedding, as two frozen records.
 
-A `DrafterSpec` travels as JSON between stages (checkpoint, export, evaluation). It holds numbers only; the
-weights are in `model.py`. Both records refuse impossible values on construction.
+A `DrafterSpec` holds numbers only; the weights are in `model.py`. Both records refuse impossible values on construction.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -211,18 +209,3 @@ class DrafterSpec:
     def full_vocab(self) -> bool:
         """Whether the drafter proposes from the whole target vocabulary."""
         return self.draft_vocab_size == self.vocab_size
-
-    def to_json(self) -> str:
-        """Serialise; `from_json` restores an equal spec."""
-        return json.dumps(dataclasses.asdict(self), indent=1)
-
-    @classmethod
-    def from_json(cls, text: str) -> DrafterSpec:
-        """Parse what `to_json` wrote; unknown keys are errors."""
-        fields = json.loads(text)
-        unknown = set(fields) - {field.name for field in dataclasses.fields(cls)}
-        if unknown:
-            raise ValueError(
-                f"unknown drafter spec keys {sorted(unknown)}; was it written by a newer version?"
-            )
-        return cls(**{**fields, "rope": RopeSpec(**fields["rope"])})

@@ -1,8 +1,7 @@
 """Expected acceptance length: walk each held-out greedy rollout as the engine would, and count.
 
 The engine drafts K tokens at start t, keeps the a leading hits, adds the target's own token and drafts again at
-t + a + 1. Averaging over all starts instead over-counts the starts inside long accepted runs; that number
-exists here too, under its own name.
+t + a + 1. Averaging over all starts instead over-counts the starts inside long accepted runs.
 """
 
 from dataclasses import dataclass
@@ -79,16 +78,6 @@ def walk_answers(
             position[:, j] += ((hits > j) & alive).sum(1)
         at = np.where(alive, at + hits + 1, at)
     return Acceptance(rounds, total, position)
-
-
-def uniform_start_prefix_accuracy(accepted: np.ndarray, supervised: np.ndarray) -> np.ndarray:
-    """Share of the starts supervised at step k whose drafts 0..k all hit (a diagnostic, not a prediction).
-
-    accepted int[N] leading hits of each start; supervised int[K] rows at each step.
-    """
-    hits = np.array([(accepted > k).sum() for k in range(len(supervised))])
-    share: np.ndarray = hits / np.maximum(supervised, 1)
-    return share
 
 
 @torch.no_grad()

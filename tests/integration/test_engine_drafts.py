@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eagle3_train.drafter.checkpoint import read_checkpoint
-from eagle3_train.drafter.drafting import draft_tokens
+from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.engines.engine import Engine
@@ -125,7 +125,7 @@ def test_every_list_of_drafts_is_ours_for_each_drafter_and_the_answers_are_the_t
             if start + 1 >= len(ids):  # drafted past the end of the answer
                 continue
             assert drafted.next_token == int(ids[start + 1])
-            expected = draft_tokens(drafter, frozen, ids, states[round_.answer], start, K)
+            expected, _ = draft_logits(drafter, frozen, ids, states[round_.answer], start, K)
             assert list(drafted.draft_ids) == expected, (family, round_.answer, start)
             compared += 1
         assert compared >= PROMPTS * NEW_TOKENS // 2

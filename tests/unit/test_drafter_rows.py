@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from eagle3_train.drafter.rows import plan_rows, supervised_steps
-from eagle3_train.drafter.walk import uniform_start_prefix_accuracy, walk_answers
+from eagle3_train.drafter.walk import walk_answers
 
 
 def random_documents(seed: int, count: int):
@@ -146,16 +146,6 @@ def test_the_walk_equals_a_plain_loop_over_answers_in_any_order():
 def test_an_empty_walk_accepts_nothing():
     none = np.zeros(0, int)
     assert walk_answers(none, none, none, 2).expected_length.tolist() == [1, 1]
-    assert uniform_start_prefix_accuracy(none, np.array([0, 0])).tolist() == [0, 0]
-
-
-def test_uniform_start_accuracy_averages_over_starts_not_rounds():
-    accepted = np.array([3, 3, 3, 0])
-    assert uniform_start_prefix_accuracy(accepted, np.array([4, 4, 3])).tolist() == [
-        0.75,
-        0.75,
-        1.0,
-    ]
 
 
 def test_plans_move_to_a_device_whole():

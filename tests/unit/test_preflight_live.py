@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle3_train.drafter.drafting import draft_tokens
+from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.spec import DrafterSpec
@@ -110,7 +110,10 @@ def drafts(engine, boundaries):
     aux = answer(engine, boundaries).states[:, :-1].flatten(1)
     lists = [
         Drafted(
-            "0", t, ids[t + 1], tuple(draft_tokens(drafter, target, torch.tensor(ids), aux, t, 3))
+            "0",
+            t,
+            ids[t + 1],
+            tuple(draft_logits(drafter, target, torch.tensor(ids), aux, t, 3)[0]),
         )
         for t in range(11, 40)
     ]
