@@ -10,96 +10,80 @@ from torch import Tensor, nn
 from eagle3_train.drafter.spec import DrafterSpec
 
 
-class RmsNorm(nn.Module):
-    """Scale of one RMS norm."""
+class Weight(nn.Module):
+    """One uninitialised parameter: the scale [width] of an RMS norm, or a bias-free projection [out, in]."""
 
-    def __init__(self, width: int, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(self, *shape: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(width, device=device, dtype=dtype))
-
-
-class Linear(nn.Module):
-    """Weight [out, in] of one bias-free projection."""
-
-    def __init__(
-        self, inputs: int, outputs: int, device: torch.device | None, dtype: torch.dtype
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(outputs, inputs, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(shape))
 
 
 class LlamaAttention(nn.Module):
     """Grouped-query attention; layer 0 reads [embedding, hidden], so its inputs are 2 * hidden wide."""
 
-    def __init__(
-        self, spec: DrafterSpec, inputs: int, device: torch.device | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, spec: DrafterSpec, inputs: int) -> None:
         super().__init__()
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self.q_proj = Linear(inputs, queries, device, dtype)
-        self.k_proj = Linear(inputs, keys, device, dtype)
-        self.v_proj = Linear(inputs, keys, device, dtype)
-        self.o_proj = Linear(queries, spec.hidden_size, device, dtype)
+        self.q_proj = Weight(queries, inputs)
+        self.k_proj = Weight(keys, inputs)
+        self.v_proj = Weight(keys, inputs)
+        self.o_proj = Weight(spec.hidden_size, queries)
 
 
 class MlaAttention(nn.Module):
     """Multi-head latent attention as DeepSeek-V2/V3 and Kimi name it; `q_proj` when q is not compressed."""
 
-    def __init__(
-        self, spec: DrafterSpec, inputs: int, device: torch.device | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, spec: DrafterSpec, inputs: int) -> None:
         super().__init__()
         assert spec.kv_lora_rank is not None
-        assert spec.qk_nope_head_dim is not None
-        queries = spec.num_heads * spec.qk_head_dim
+        nope, queries = spec.qk_head_dim - spec.rope_dim, spec.num_heads * spec.qk_head_dim
         if spec.q_lora_rank is None:
-            self.q_proj = Linear(inputs, queries, device, dtype)
+            self.q_proj = Weight(queries, inputs)
         else:
-            self.q_a_proj = Linear(inputs, spec.q_lora_rank, device, dtype)
-            self.q_a_layernorm = RmsNorm(spec.q_lora_rank, device, dtype)
-            self.q_b_proj = Linear(spec.q_lora_rank, queries, device, dtype)
-        self.kv_a_proj_with_mqa = Linear(inputs, spec.kv_lora_rank + spec.rope_dim, device, dtype)
-        self.kv_a_layernorm = RmsNorm(spec.kv_lora_rank, device, dtype)
-        expanded = spec.num_heads * (spec.qk_nope_head_dim + spec.value_dim)
-        self.kv_b_proj = Linear(spec.kv_lora_rank, expanded, device, dtype)
-        self.o_proj = Linear(spec.num_heads * spec.value_dim, spec.hidden_size, device, dtype)
+            self.q_a_proj = Weight(spec.q_lora_rank, inputs)
+            self.q_a_layernorm = Weight(spec.q_lora_rank)
+            self.q_b_proj = Weight(queries, spec.q_lora_rank)
+        self.kv_a_proj_with_mqa = Weight(spec.kv_lora_rank + spec.rope_dim, inputs)
+        self.kv_a_layernorm = Weight(spec.kv_lora_rank)
+        self.kv_b_proj = Weight(spec.num_heads * (nope + spec.value_dim), spec.kv_lora_rank)
+        self.o_proj = Weight(spec.hidden_size, spec.num_heads * spec.value_dim)
 
 
 class Mlp(nn.Module):
     """Gated MLP."""
 
-    def __init__(self, spec: DrafterSpec, device: torch.device | None, dtype: torch.dtype) -> None:
+    def __init__(self, spec: DrafterSpec) -> None:
         super().__init__()
-        self.gate_proj = Linear(spec.hidden_size, spec.intermediate_size, device, dtype)
-        self.up_proj = Linear(spec.hidden_size, spec.intermediate_size, device, dtype)
-        self.down_proj = Linear(spec.intermediate_size, spec.hidden_size, device, dtype)
+        self.gate_proj = Weight(spec.intermediate_size, spec.hidden_size)
+        self.up_proj = Weight(spec.intermediate_size, spec.hidden_size)
+        self.down_proj = Weight(spec.hidden_size, spec.intermediate_size)
 
 
 class DecoderLayer(nn.Module):
     """One layer. Layer 0 norms the embedding (input_layernorm) and the state (hidden_norm) separately."""
 
-    def __init__(
-        self, spec: DrafterSpec, index: int, device: torch.device | None, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, spec: DrafterSpec, index: int) -> None:
         super().__init__()
         self.index = index
-        inputs = spec.hidden_size * (1 if index else 2)
         attention = LlamaAttention if spec.attention == "llama" else MlaAttention
-        self.self_attn: LlamaAttention | MlaAttention = attention(spec, inputs, device, dtype)
-        self.mlp = Mlp(spec, device, dtype)
-        self.input_layernorm = RmsNorm(spec.hidden_size, device, dtype)
+        self.self_attn = attention(spec, spec.hidden_size * (1 if index else 2))
+        self.mlp = Mlp(spec)
+        self.input_layernorm = Weight(spec.hidden_size)
         if index == 0:
-            self.hidden_norm = RmsNorm(spec.hidden_size, device, dtype)
-        self.post_attention_layernorm = RmsNorm(spec.hidden_size, device, dtype)
+            self.hidden_norm = Weight(spec.hidden_size)
+        self.post_attention_layernorm = Weight(spec.hidden_size)
 
     @property
-    def state_norm(self) -> RmsNorm:
+    def state_norm(self) -> Weight:
         """The norm of the residual stream that feeds this layer's attention."""
         return self.input_layernorm if self.index else self.hidden_norm
 
 
 class DrafterWeights(nn.Module):
-    """All parameters of a drafter: fc (with its optional norms), midlayer, layers.1.., norm, lm_head."""
+    """All parameters of a drafter: fc (with its optional norms), midlayer, layers.1.., norm, lm_head.
+
+    Nothing is initialised: see `model.init_from_target`, or load a state dict.
+    """
 
     def __init__(
         self,
@@ -113,20 +97,19 @@ class DrafterWeights(nn.Module):
         self.fp8 = fp8
         """Multiply the layers' and the head's matrices in fp8 (bf16 weights, CUDA)."""
         aux = spec.num_aux * spec.hidden_size
-        self.fc = Linear(aux, spec.hidden_size, device, dtype)
-        if spec.norm_before_fc:
-            self.input_norm = RmsNorm(aux, device, dtype)
-        if spec.fc_norm:
-            self.fc_norm = nn.ModuleList(
-                RmsNorm(spec.hidden_size, device, dtype) for _ in range(spec.num_aux)
-            )
-        self.midlayer = DecoderLayer(spec, 0, device, dtype)
-        if spec.num_layers > 1:
-            self.layers = nn.ModuleDict(
-                {str(i): DecoderLayer(spec, i, device, dtype) for i in range(1, spec.num_layers)}
-            )
-        self.norm = RmsNorm(spec.hidden_size, device, dtype)
-        self.lm_head = Linear(spec.hidden_size, spec.draft_vocab_size, device, dtype)
+        with torch.device("meta"):  # the memory comes once, in the right dtype and place
+            self.fc = Weight(spec.hidden_size, aux)
+            if spec.norm_before_fc:
+                self.input_norm = Weight(aux)
+            if spec.fc_norm:
+                self.fc_norm = nn.ModuleList(Weight(spec.hidden_size) for _ in range(spec.num_aux))
+            self.midlayer = DecoderLayer(spec, 0)
+            if spec.num_layers > 1:
+                deeper = {str(i): DecoderLayer(spec, i) for i in range(1, spec.num_layers)}
+                self.layers = nn.ModuleDict(deeper)
+            self.norm = Weight(spec.hidden_size)
+            self.lm_head = Weight(spec.draft_vocab_size, spec.hidden_size)
+        self.to(dtype).to_empty(device=device or "cpu")
 
     @property
     def decoder_layers(self) -> list[DecoderLayer]:

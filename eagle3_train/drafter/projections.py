@@ -5,10 +5,10 @@ its share of every product is computed once per token ("table") and gathered per
 is multiplied at each step. Deeper layers read the residual stream only and have no table.
 """
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -18,34 +18,35 @@ from eagle3_train.drafter.rows import RowPlan
 from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.drafter.stepwise import StepGather, StepLinear
 
-
-@runtime_checkable
-class Projections(Protocol):
-    """What a layer's attention needs at step k."""
-
-    def query(self, k: int, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows q_width"]:
-        """Query heads, before RoPE."""
-
-    def key_value(self, k: int, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows kv_width"]:
-        """Key heads, then value heads, before RoPE."""
+Projection = Callable[[int, Tensor], Tensor]
+"""(k, [rows, hidden]) -> [rows, width]."""
 
 
 class InputLinear:
-    """x W^T at every step, plus the token's share of the product when the layer reads the embedding."""
+    """x W^T at every step, plus the token's share of the product when the layer reads the embedding.
+
+    embedded are the layer's normed token embeddings, one per context row. only_starts: step 0 multiplies the rows of
+    the starts only, not those of every context row.
+    """
 
     def __init__(
         self,
         weight: Tensor,
-        steps: int,
-        embedded: Float[Tensor, "rows hidden"] | None,
-        index: list[Int[Tensor, "_"] | None],
+        rows: RowPlan,
+        embedded: Float[Tensor, "context hidden"] | None,
+        only_starts: bool,
         fp8: bool,
     ) -> None:
-        self._gather, self._table, self._index = StepGather(), None, index
+        self._table: Tensor | None = None
         if embedded is not None:
+            picked = embedded.index_select(0, rows.starts) if only_starts else embedded
             of_token, weight = weight.split(embedded.shape[1], dim=1)
-            self._table = F.linear(embedded, of_token)
-        self._linear = StepLinear(weight, steps, fp8=fp8)
+            self._table = F.linear(picked, of_token)
+            later = [rows.at(rows.slots, k) for k in range(1, rows.steps)]
+            if not only_starts:
+                later = [rows.starts.index_select(0, slots) for slots in later]
+            self._gather, self._index = StepGather(), [None, *later]
+        self._linear = StepLinear(weight, rows.steps, fp8=fp8)
 
     def __call__(self, k: int, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows out"]:
         """Apply at step k."""
@@ -54,90 +55,56 @@ class InputLinear:
         return self._linear(k, x, self._gather(k, self._table, self._index[k]))
 
 
-def _inputs(
-    rows: RowPlan, embedded: Tensor | None, only_starts: bool
-) -> tuple[Tensor | None, list[Tensor | None]]:
-    """Rows whose token share is needed, and per step which of them (None: all, in order)."""
-    later = [rows.at(rows.slots, k) for k in range(1, rows.steps)]
-    if only_starts:
-        picked = None if embedded is None else embedded.index_select(0, rows.starts)
-        return picked, [None, *later]
-    return embedded, [None, *(rows.starts.index_select(0, slots) for slots in later)]
-
-
-class _LlamaProjections:
-    def __init__(
-        self,
-        attention: LlamaAttention,
-        rows: RowPlan,
-        embedded: Tensor | None,
-        only_starts: bool,
-        fp8: bool,
-    ) -> None:
-        keys = torch.cat([attention.k_proj.weight, attention.v_proj.weight])
-        self._query = InputLinear(
-            attention.q_proj.weight, rows.steps, *_inputs(rows, embedded, only_starts), fp8
-        )
-        self._key_value = InputLinear(keys, rows.steps, *_inputs(rows, embedded, False), fp8)
-
-    def query(self, k: int, x: Tensor) -> Tensor:
-        return self._query(k, x)
-
-    def key_value(self, k: int, x: Tensor) -> Tensor:
-        return self._key_value(k, x)
-
-
-class _MlaProjections:
-    def __init__(
-        self,
-        spec: DrafterSpec,
-        attention: MlaAttention,
-        rows: RowPlan,
-        embedded: Tensor | None,
-        only_starts: bool,
-        fp8: bool,
-    ) -> None:
-        assert spec.kv_lora_rank is not None
-        assert spec.qk_nope_head_dim is not None
-        self._spec, self._attention = spec, attention
-        self._rank, self._nope = spec.kv_lora_rank, spec.qk_nope_head_dim
-        compressed = spec.q_lora_rank is not None
-        first = attention.q_a_proj.weight if compressed else attention.q_proj.weight
-        self._query_a = InputLinear(first, rows.steps, *_inputs(rows, embedded, only_starts), fp8)
-        self._query_b = (
-            StepLinear(attention.q_b_proj.weight, rows.steps, fp8=fp8) if compressed else None
-        )
-        down = attention.kv_a_proj_with_mqa.weight
-        self._kv_a = InputLinear(down, rows.steps, *_inputs(rows, embedded, False), fp8)
-        self._kv_b = StepLinear(attention.kv_b_proj.weight, rows.steps, fp8=fp8)
-
-    def query(self, k: int, x: Tensor) -> Tensor:
-        low = self._query_a(k, x)
-        if self._query_b is None:
-            return low
-        norm = self._attention.q_a_layernorm.weight
-        return self._query_b(k, rms_norm(low, norm, self._spec.rms_norm_eps))
-
-    def key_value(self, k: int, x: Tensor) -> Tensor:
-        spec = self._spec
-        low = self._kv_a(k, x)
-        latent, rotated = low[:, : self._rank].contiguous(), low[:, self._rank :]
-        latent = rms_norm(latent, self._attention.kv_a_layernorm.weight, spec.rms_norm_eps)
-        heads = self._kv_b(k, latent).unflatten(1, (spec.num_heads, -1))
-        shared = rotated[:, None].expand(-1, spec.num_heads, -1)
-        key = torch.cat([heads[..., : self._nope], shared], -1)
-        return torch.cat([key.flatten(1), heads[..., self._nope :].flatten(1)], -1)
-
-
 def project(
     spec: DrafterSpec,
     attention: LlamaAttention | MlaAttention,
     rows: RowPlan,
     embedded: Float[Tensor, "context hidden"] | None,
     fp8: bool,
-) -> Projections:
-    """The projections of one layer for one pass; `embedded` are layer 0's normed token embeddings."""
+) -> tuple[Projection, Projection]:
+    """Query heads, and key heads followed by value heads, before RoPE, of one layer for one pass."""
     only_starts = spec.num_layers == 1  # deeper drafters query every context row at step 0
     if isinstance(attention, LlamaAttention):
-        return _LlamaProjections(attention, rows, embedded, only_starts, fp8)
-    return _MlaProjections(spec, attention, rows, embedded, only_starts, fp8)
+        keys = torch.cat([attention.k_proj.weight, attention.v_proj.weight])
+        return (
+            InputLinear(attention.q_proj.weight, rows, embedded, only_starts, fp8),
+            InputLinear(keys, rows, embedded, False, fp8),
+        )
+    return (
+        _mla_query(spec, attention, rows, embedded, only_starts, fp8),
+        _mla_key_value(spec, attention, rows, embedded, fp8),
+    )
+
+
+def _mla_query(
+    spec: DrafterSpec,
+    attention: MlaAttention,
+    rows: RowPlan,
+    embedded: Tensor | None,
+    only_starts: bool,
+    fp8: bool,
+) -> Projection:
+    if spec.q_lora_rank is None:
+        return InputLinear(attention.q_proj.weight, rows, embedded, only_starts, fp8)
+    down = InputLinear(attention.q_a_proj.weight, rows, embedded, only_starts, fp8)
+    up = StepLinear(attention.q_b_proj.weight, rows.steps, fp8=fp8)
+    norm = attention.q_a_layernorm.weight
+    return lambda k, x: up(k, rms_norm(down(k, x), norm, spec.rms_norm_eps))
+
+
+def _mla_key_value(
+    spec: DrafterSpec, attention: MlaAttention, rows: RowPlan, embedded: Tensor | None, fp8: bool
+) -> Projection:
+    norm, nope = attention.kv_a_layernorm.weight, spec.qk_head_dim - spec.rope_dim
+    down = InputLinear(attention.kv_a_proj_with_mqa.weight, rows, embedded, False, fp8)
+    up = StepLinear(attention.kv_b_proj.weight, rows.steps, fp8=fp8)
+
+    def key_value(k: int, x: Tensor) -> Tensor:
+        latent, rotated = down(k, x).split([len(norm), spec.rope_dim], 1)
+        latent = rms_norm(latent.contiguous(), norm, spec.rms_norm_eps)
+        heads = up(k, latent).unflatten(1, (spec.num_heads, -1))
+        shared = rotated[:, None].expand(-1, spec.num_heads, -1)
+        key = torch.cat([heads[..., :nope], shared], -1)
+        return torch.cat([key.flatten(1), heads[..., nope:].flatten(1)], -1)
+
+    return key_value

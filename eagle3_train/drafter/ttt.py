@@ -14,7 +14,6 @@ What makes it fast, all of it exact:
   head        logits, loss and gradient in one pass over a chunk of rows (`losses`)
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,7 @@ from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.layers import GatedDown, norm_fork, norm_fork_two, rms_norm
 from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.modules import DecoderLayer, DrafterWeights
-from eagle3_train.drafter.projections import Projections, project
+from eagle3_train.drafter.projections import project
 from eagle3_train.drafter.rope import rope_tables
 from eagle3_train.drafter.rows import PackedBatch, RowPlan
 from eagle3_train.drafter.stepwise import Stack, StepLinear, wide
@@ -64,14 +63,15 @@ class LayerPass:
         drafter: DrafterWeights,
         layer: DecoderLayer,
         rows: RowPlan,
-        queries: Sequence[int],
         embedded: Tensor | None,
     ) -> None:
         spec, like = drafter.spec, layer.mlp.gate_proj.weight
         counts = rows.counts[: rows.steps]
         keys = [len(rows.context), *counts[1:]]
+        # lower layers run every context row at step 0: the next layer's keys need it
+        queries = counts if layer.index == spec.num_layers - 1 else keys
         self.attention = StepAttention(spec, queries, keys, rows.offsets, like)
-        self.projections: Projections = project(spec, layer.self_attn, rows, embedded, drafter.fp8)
+        self.query, self.key_value = project(spec, layer.self_attn, rows, embedded, drafter.fp8)
 
         def linear(weight: Tensor) -> StepLinear:
             return StepLinear(weight, rows.steps, Stack(queries, len(weight), like), drafter.fp8)
@@ -92,10 +92,9 @@ class LayerPass:
     ) -> Float[Tensor, "rows hidden"]:
         """The layer at step k. Keys come from every row of `normed`, queries from those in `select`."""
         picked = normed if select is None else normed.index_select(0, select)
-        query = self.projections.query(k, picked)
-        key_value = self.projections.key_value(k, normed)
-        attended = self.out(k, self.attention(query, key_value, rows), residual)
-        residual, normed = norm_fork(attended, self.norm, self.eps, (self.normed, k), consume=True)
+        attended = self.attention(self.query(k, picked), self.key_value(k, normed), rows)
+        residual = self.out(k, attended, residual)
+        residual, normed = norm_fork(residual, self.norm, self.eps, (self.normed, k), consume=True)
         return self.down(k, self.gate(k, normed), self.up(k, normed), residual)
 
 
@@ -134,17 +133,15 @@ def unroll(
     embedded = F.embedding(rows.context_ids, target.embed)
     embedded = rms_norm(embedded, layers[0].input_layernorm.weight, eps)
     passes = [
-        LayerPass(drafter, layer, rows, _query_counts(rows, layer is layers[-1]), e)
-        for layer, e in zip(layers, [embedded, *[None] * (len(layers) - 1)], strict=True)
+        LayerPass(drafter, layer, rows, None if layer.index else embedded) for layer in layers
     ]
-    aux = batch.aux_hidden_states
-    hidden = context_states(drafter, aux, rows.context)
-    angle_type = wide(hidden.dtype)
-    tables = rope_tables(spec, rows.max_position, hidden.device, angle_type)
+    hidden = context_states(drafter, batch.aux_hidden_states, rows.context)
+    tables = rope_tables(spec, rows.max_position, hidden.device, wide(hidden.dtype))
     outputs = Stack(counts, spec.hidden_size, hidden)
     inputs = Stack((*counts[1:], 0), spec.hidden_size, hidden)
 
-    residual, normed = norm_fork(hidden, layers[0].state_norm.weight, eps)
+    state_norm, norm = layers[0].state_norm.weight, drafter.norm.weight
+    residual, normed = norm_fork(hidden, state_norm, eps)
     collected: list[Tensor] = []
     for k in range(steps):
         query_rows = QueryRows.of_step(rows, k, tables)
@@ -158,29 +155,17 @@ def unroll(
             else:
                 hidden = run(k, residual, normed, query_rows, None)
         following = counts[k + 1] if k + 1 < steps else 0
-        state_norm = layers[0].state_norm.weight
         if spec.norm_output:
-            output = rms_norm(hidden, drafter.norm.weight, eps)
+            output = rms_norm(hidden, norm, eps)
             residual, normed = norm_fork(output[:following], state_norm, eps)
+            output = output.clone()  # the head overwrites it
         else:
+            places = (inputs, k), (outputs, k)
             residual, normed, output = norm_fork_two(
-                hidden,
-                state_norm,
-                drafter.norm.weight,
-                eps,
-                following,
-                (inputs, k),
-                (outputs, k),
-                consume=True,
+                hidden, state_norm, norm, eps, following, *places, consume=True
             )
-        collected.append(output.clone() if spec.norm_output else output)  # the head overwrites it
+        collected.append(output)
     return collected
-
-
-def _query_counts(rows: RowPlan, last: bool) -> list[int]:
-    """Query rows of each step: lower layers run every context row at step 0."""
-    counts = list(rows.counts[: rows.steps])
-    return counts if last else [len(rows.context), *counts[1:]]
 
 
 def training_step(
@@ -194,27 +179,21 @@ def training_step(
     """Loss of one pack: sum over supervised rows of decay**k * loss / normaliser."""
     rows = batch.rows
     if rows.steps == 0:
-        return StepOutput(_untouched(drafter), _no_metrics(rows) if metrics else None)
+        no_hits = torch.zeros(0, dtype=torch.bool, device=rows.starts.device)
+        return StepOutput(_untouched(drafter), hits(rows, no_hits) if metrics else None)
     outputs = unroll(drafter, batch, target)
     with torch.no_grad():
         states = losses.target_states(batch, target)
         supervision = losses.teacher(states, target)
-        answers = None
-        if metrics or options.in_vocab_only:
-            answers = losses.target_answers(states, target)
+        needed = metrics or options.in_vocab_only
+        answers = losses.target_answers(states, target) if needed else None
         keep = None
         if options.in_vocab_only and target.t2d is not None and answers is not None:
             keep = target.t2d.index_select(0, answers)
         weights = losses.row_weights(rows, options.decay, normaliser, keep, wide(states.dtype))
+    head = drafter.lm_head.weight
     loss, drafts = losses.draft_loss(
-        outputs,
-        drafter.lm_head.weight,
-        supervision,
-        rows,
-        weights,
-        options.kind,
-        metrics,
-        drafter.fp8,
+        outputs, head, supervision, rows, weights, options.kind, metrics, drafter.fp8
     )
     found = None
     if drafts is not None and answers is not None:
@@ -236,10 +215,6 @@ def hits(rows: RowPlan, correct: Tensor) -> StepMetrics:
         totals[0, k], totals[1, k] = hit.sum(), leading.sum()
         accepted[: len(hit)] += leading
     return StepMetrics(rows.counts, totals[0], totals[1], accepted)
-
-
-def _no_metrics(rows: RowPlan) -> StepMetrics:
-    return hits(rows, torch.zeros(0, dtype=torch.bool, device=rows.starts.device))
 
 
 def _untouched(drafter: DrafterWeights) -> Tensor:
