@@ -194,6 +194,7 @@ class Engine:
             connector = self._captures.connector_config if self._captures is not None else {}
             self._llm = launch(self.spec, self._target, connector, [self._make_stat_logger])
             self._tokenizer = self._llm.get_tokenizer()
+            versions.mend_sampling()
         except BaseException as error:  # noqa: BLE001 - raised by the constructor
             self._fail_all(EngineError(str(error)))
             ready.set_exception(error)

@@ -113,6 +113,25 @@ def hidden_state_group(kv_cache_config: Any) -> tuple[int, int]:
     return found[0], int(groups[found[0]].kv_cache_spec.block_size)
 
 
+def mend_sampling() -> None:
+    """Verify drafts at the request's temperature on CPU; elsewhere vLLM does.
+
+    vLLM 0.32's CPU kernel for this expansion fills an int64 copy and leaves the float result as it was allocated.
+    """
+    if on_cpu():
+        from vllm.v1.sample import rejection_sampler
+
+        rejection_sampler.expand_batch_to_tokens = _expand
+
+
+def _expand(
+    x: Tensor, cu_num_tokens: Tensor, _num_tokens: int, replace_from: int = 0, replace_to: int = 0
+) -> Tensor:
+    """[requests] -> [tokens]: each request's value at each of its tokens."""
+    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
+    return x.masked_fill(x == replace_from, replace_to).repeat_interleave(counts)
+
+
 def core_is_inside(llm: Any) -> bool:
     """Whether vLLM's core runs in this process."""
     from vllm.v1.engine.core_client import InprocClient

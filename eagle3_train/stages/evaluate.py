@@ -64,11 +64,11 @@ def run(config: JobConfig) -> Json:
         if done["inputs"] == inputs:
             log.info("evaluate: %s is current", paths.evaluation)
             return done
-    drafters = {"trained": paths.drafter}
+    drafters = {"trained": paths.drafter.resolve()}
     if config.evaluate.untrained:
-        drafters["untrained"] = paths.untrained_drafter
+        drafters["untrained"] = paths.untrained_drafter.resolve()
     if config.evaluate.against:
-        drafters["other"] = Path(config.evaluate.against)
+        drafters["other"] = Path(config.evaluate.against).resolve()
     prompts = evaluation_prompts(config)
     leaks = leaked(config, prompts)
     plain, prompts = measure_plain(config, prompts)

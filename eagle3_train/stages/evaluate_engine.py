@@ -69,7 +69,7 @@ class Server:
 
     def load_drafter(self, directory: Path) -> None:
         """Serve another drafter from now on."""
-        ray.get(self.replica.load_drafter.remote(str(directory.resolve())))
+        ray.get(self.replica.load_drafter.remote(str(directory)))
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def measure_drafters(
     sampled: Sampled = []
     while waiting := [name for name in drafters if name not in served]:
         first = drafters[waiting[0]]
-        spec = spec_for(config, "serve", drafter=str(first.resolve()))
+        spec = spec_for(config, "serve", drafter=str(first))
         with serving(config, spec) as engine:
             for name in waiting:
                 if not _same_shape(first, drafters[name]):

@@ -60,6 +60,7 @@ def walk_answers_of(
         name: task.remote(config, drafters[name], taps[name], boundaries, packs, everything, dtype)
         for name in drafters
     }
+    log.info("evaluate: walking %d drafters over %d answers", len(jobs), len(everything))
     found: dict[str, Walks] = {}
     for name, job in jobs.items():
         rest = iter(ray.get(job))
@@ -137,7 +138,6 @@ def walk(
             plan = plan_rows([ids], [mask], config.evaluate.max_k).to(device)
             batch = PackedBatch(plan, part[:, :-1].flatten(1), part[:, -1])
             found.append(walk_batch(drafter, frozen, batch)[1])
-    log.info("evaluate: walked %s over %d answers", directory.name, len(found))
     return found
 
 
