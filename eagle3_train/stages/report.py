@@ -26,6 +26,21 @@ from eagle3_train.stages.report_page import (
 
 Json = dict[str, Any]
 
+OF_THE_UNTRAINED = ("acceptance_length", "per_position_acceptance")
+OF_THE_DRAFTER = (
+    *("acceptance_length", "acceptance_interval", "per_position_acceptance"),
+    *("conditional_acceptance", "acceptance_by_context", "expected_per_position"),
+    *("distinct_bigram", "speedup", "concurrency", "tokens_per_s", "tokens_per_s_plain"),
+)
+OF_THE_EVALUATION = (
+    *("num_speculative_tokens", "expected_acceptance_length", "expected_in_training"),
+    *("expected_by_k", "best_k", "rounds", "lossless", "sampled_agreement"),
+    *("difference_to_other", "alarms", "hardware"),
+)
+OF_TRAINING = (
+    *("samples_expected", "samples_trained", "steps"),
+    *("peak_bytes_in_flight", "hidden_state_bytes_total"),
+)
 CHANGE_TOLERANCE = 0.05
 COMPARED = {  # summary key -> +1 when larger is better
     "acceptance_length": 1,
@@ -69,49 +84,22 @@ def summarise(config: JobConfig, run_dir: RunDir) -> Json:
     provenance = _read(run_dir.provenance, "train")
     wall_s = _read(run_dir.timings, "train")
     steps = [line for line in read_metrics(run_dir.metrics) if "train/loss" in line]
-    served, untrained = evaluation["trained"], evaluation["untrained"]
+    before = evaluation["untrained"] or {}
     return {
         "name": config.name,
         "target": Path(config.target.path).name,
-        "acceptance_length": served["acceptance_length"],
-        "acceptance_interval": served["acceptance_interval"],
-        "acceptance_length_untrained": untrained["acceptance_length"] if untrained else None,
-        "num_speculative_tokens": evaluation["num_speculative_tokens"],
-        "expected_acceptance_length": evaluation["expected_acceptance_length"],
-        "expected_in_training": evaluation["expected_in_training"],
-        "expected_by_k": evaluation["expected_by_k"],
-        "expected_per_position": served["expected_per_position"],
-        "best_k": evaluation["best_k"],
-        "per_position_acceptance": served["per_position_acceptance"],
-        "per_position_acceptance_untrained": (
-            untrained["per_position_acceptance"] if untrained else None
-        ),
-        "distinct_bigram": served["distinct_bigram"],
-        "conditional_acceptance": served["conditional_acceptance"],
-        "acceptance_by_context": served["acceptance_by_context"],
-        "rounds": evaluation["rounds"],
-        "lossless": evaluation["lossless"],
-        "sampled_agreement": evaluation["sampled_agreement"],
-        "difference_to_other": evaluation["difference_to_other"],
-        "speedup": served["speedup"],
-        "concurrency": served["concurrency"],
-        "tokens_per_s": served["tokens_per_s"],
-        "tokens_per_s_plain": served["tokens_per_s_plain"],
+        **{key: evaluation["trained"][key] for key in OF_THE_DRAFTER},
+        **{f"{key}_untrained": before.get(key) for key in OF_THE_UNTRAINED},
+        **{key: evaluation[key] for key in OF_THE_EVALUATION},
         "evaluation_rows": evaluation["rows"],
-        "alarms": evaluation["alarms"],
-        "samples_expected": trained["samples_expected"],
-        "samples_trained": trained["samples_trained"],
-        "steps": trained["steps"],
+        **{key: trained[key] for key in OF_TRAINING},
         "tokens_trained": int(max(trained_tokens(steps)[1])),
         "final_loss": steps[-1]["train/loss"] if steps else None,
         "train_tokens_per_s": _median([line["perf/tokens_per_s"] for line in steps]),
         "data_wait_frac": _median([line["perf/data_wait_frac"] for line in steps]),
-        "peak_bytes_in_flight": trained["peak_bytes_in_flight"],
         "max_bytes_in_flight": config.stream.max_bytes_in_flight,
-        "hidden_state_bytes_total": trained["hidden_state_bytes_total"],
         "wall_s": wall_s,
         "total_wall_s": sum(wall_s.values()),
-        "hardware": evaluation["hardware"],
         "versions": provenance["versions"],
         "commit": provenance["commit"],
     }

