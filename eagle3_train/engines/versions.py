@@ -144,6 +144,31 @@ def core_is_busy(llm: Any) -> bool:
     return core_is_inside(llm) and bool(llm.engine_core.engine_core.scheduler.has_requests())
 
 
+class _LastBoundary(torch.nn.Module):
+    """A decoder layer that does nothing: its place is where the last boundary is looked for."""
+
+    def forward(self, _positions: Tensor, hidden: Tensor, residual: Tensor, *_: Any) -> Any:
+        return hidden, residual
+
+
+def tap_last_layer(target: torch.nn.Module) -> None:
+    """Make vLLM 0.23's DeepseekV2Model (Kimi's too) tap the boundary after its last layer.
+
+    It looks for taps before each layer only; one more layer, which does nothing, makes it look once more.
+    """
+    if release() >= (0, 30):
+        return
+    from vllm.model_executor.models.deepseek_v2 import DeepseekV2Model
+
+    for module in target.modules():
+        if (
+            isinstance(module, DeepseekV2Model)
+            and len(module.layers) in module.aux_hidden_state_layers
+        ):
+            module.layers.append(_LastBoundary())
+            module.end_layer += 1
+
+
 def drafter_of(runner: Any) -> Any:
     """The proposer of a model runner, V1 (`drafter`) or V2 (`speculator`)."""
     return runner.drafter if "drafter" in vars(runner) else runner.speculator
