@@ -32,10 +32,13 @@ def run(description: str, job: Callable[[JobConfig], object]) -> None:
     """Parse, record provenance, connect to Ray, run `job`; user errors end in one line, status 1."""
     from eagle3_train import provenance, runlog
     from eagle3_train.engines.launch import EngineError
+    from eagle3_train.target.facts import locate
 
     config = parse(description)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `ray job stop`: run the clean-up
     try:
+        if not config.run_path.exists():
+            locate(config.target.path)  # a mistyped target leaves no run directory behind
         runlog.setup(config, "driver")
         provenance.record(config)
         job(config)

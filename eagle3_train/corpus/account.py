@@ -92,6 +92,8 @@ class Accounting:
         assert self.rows_in == self.kept + sum(self.dropped.values()), "a row was counted twice"
         if self.kept and self.usable >= min_yield:
             return
+        if not self.rows_in:
+            raise CorpusError(f"{', '.join(sources)}: no rows; the files are empty")
         lines = [
             f"{self.kept} of {self.rows_in} rows of {', '.join(sources)} are usable "
             f"(corpus.min_yield={min_yield:g}); top reasons:"

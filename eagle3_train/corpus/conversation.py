@@ -92,7 +92,7 @@ class TokenRow:
 
 
 def parse_row(row: dict[str, Any], config: CorpusConfig) -> Conversation | TokenRow:
-    """Normalise one row. Raises Unusable."""
+    """Normalise one row; an assistant turn of `weight` 0 is context. Raises Unusable."""
     domain = str(row.get("domain") or row.get("category") or "general")
     if row.get("input_ids") is not None:
         return _token_row(row, domain)
@@ -198,6 +198,11 @@ def _message(turn: Any, roles: dict[str, str]) -> Message:
     if calls := _decoded(turn.get("tool_calls"), "tool_calls"):
         message["tool_calls"] = _tool_calls(calls)
     message.update({key: turn[key] for key in ("name", "tool_call_id") if turn.get(key)})
+    if role == "assistant" and turn.get("weight") is not None:
+        if turn["weight"] not in (0, 1):
+            raise Unusable("turn_weight", f"weight {turn['weight']!r} is neither 0 nor 1")
+        if not turn["weight"]:
+            message["weight"] = 0
     return message
 
 

@@ -1,12 +1,13 @@
 """Rows out of files: JSONL, JSON arrays, gzip, Parquet and Arrow, local or behind any fsspec URL.
 
 JSON lines are read by our own reader: a bad line is one dropped row with its file:line, whatever
-its length. Rows come in source order, shards in name order. Everything streams but JSON arrays.
+its length. Rows come in source order, shards in name order. Everything streams but JSON documents.
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import zlib
 from collections.abc import Iterator, Sequence
@@ -37,9 +38,29 @@ def read_rows(sources: Sequence[str]) -> Iterator[Row]:
     """Every row of every source. Raises CorpusError for a source that is missing or not understood."""
     if not sources:
         raise CorpusError("corpus.sources is empty: name files, directories, globs or URLs")
-    files = [file for source in sources for file in _files(source)]
-    for filesystem, path in {path: (filesystem, path) for filesystem, path in files}.values():
+    for filesystem, path in _all_files(sources):
         yield from _rows(filesystem, path)
+
+
+def fingerprint(sources: Sequence[str]) -> str:
+    """Hash of what the sources hold: file contents, or what a remote store says of a file's version.
+
+    Raises CorpusError as read_rows does.
+    """
+    total = hashlib.sha256()
+    for filesystem, path in _all_files(sources):
+        if "file" in filesystem.protocol:
+            with filesystem.open(path, "rb") as file:
+                total.update(hashlib.file_digest(file, "sha256").digest())
+        else:
+            total.update(str(filesystem.checksum(path)).encode())
+    return total.hexdigest()[:16]
+
+
+def _all_files(sources: Sequence[str]) -> list[tuple[Any, str]]:
+    """(filesystem, path) of every data file, in source order, each once."""
+    files = [file for source in sources for file in _files(source)]
+    return list({path: (filesystem, path) for filesystem, path in files}.values())
 
 
 def _files(source: str) -> list[tuple[Any, str]]:
@@ -54,7 +75,9 @@ def _files(source: str) -> list[tuple[Any, str]]:
     else:
         found = paths = [path] if filesystem.exists(path) else []
     if not found:
-        raise CorpusError(f"corpus source {source} does not exist; check the path or URL")
+        empty = filesystem.isdir(path)
+        problem = "is an empty directory" if empty else "does not exist; check the path or URL"
+        raise CorpusError(f"corpus source {source} {problem}")
     unknown = [name for name in paths if not _suffix(name)]
     if not paths or unknown:
         raise CorpusError(
@@ -89,8 +112,8 @@ def _rows(filesystem: Any, path: str) -> Iterator[Row]:
                 yield from _batches(path, pq.ParquetFile(file).iter_batches(batch_size=256))
             elif suffix == ".arrow":
                 yield from _batches(path, _arrow_batches(file))
-            elif suffix == ".json" and _first_byte(file) == b"[":
-                yield from _array(path, file)
+            elif suffix == ".json" and _is_document(file):
+                yield from _document(path, file)
             else:
                 yield from _lines(path, file)
         except pa.ArrowInvalid as error:
@@ -121,22 +144,25 @@ def _parse(line: bytes) -> dict[str, Any] | Unusable:
     return value
 
 
-def _array(path: str, file: BinaryIO) -> Iterator[Row]:
+def _document(path: str, file: BinaryIO) -> Iterator[Row]:
+    """The rows of one JSON array, or the one row of one JSON object."""
     try:
-        values = json.loads(file.read().decode("utf-8-sig"))
+        found = json.loads(file.read().decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise CorpusError(f"{path} starts like a JSON array but is not one: {error}") from error
-    for number, value in enumerate(values, start=1):
+        raise CorpusError(
+            f"{path} starts like one JSON array or object but is not: {error}"
+        ) from error
+    for number, value in enumerate(found if isinstance(found, list) else [found], start=1):
         fine = isinstance(value, dict)
         problem = Unusable("not_an_object", f"got {type(value).__name__}")
         yield Row(f"{path}:[{number}]", value if fine else problem)
 
 
-def _first_byte(file: BinaryIO) -> bytes:
-    """First byte that is neither BOM nor white space; the file is rewound."""
+def _is_document(file: BinaryIO) -> bool:
+    """Whether the file is one array, or an object spread over lines; rewound."""
     head = file.read(4096).removeprefix(BOM).lstrip()
     file.seek(0)
-    return head[:1]
+    return head[:1] == b"[" or head.partition(b"\n")[0].strip() == b"{"
 
 
 def _arrow_batches(file: BinaryIO) -> Iterator[pa.RecordBatch]:

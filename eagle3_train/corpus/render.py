@@ -131,11 +131,11 @@ class Renderer:
         messages, tools = self._escaped(conversation.messages, conversation.tools)
         answers = [
             self._answer(messages[: index + 1], tools, supervise_inserted)
-            for index, message in enumerate(messages)
-            if message["role"] == "assistant" and not _is_empty(message)
+            for index, message in enumerate(conversation.messages)
+            if message["role"] == "assistant" and not _is_context(message)
         ]
         if not answers:
-            raise Unusable("nothing_supervised", "no assistant turn with content")
+            raise Unusable("nothing_supervised", "no assistant turn with content and weight")
         if all(answers[-1].after.startswith(answer.after) for answer in answers):
             try:
                 return [self._masked(answers, conversation.cut)]
@@ -223,9 +223,8 @@ class Renderer:
 
     def _escaped(self, messages: Sequence[Message], tools: Any) -> tuple[list[Message], Any]:
         """Messages and tools in which special-token strings are broken by MARK."""
-        return [self._escape(m, m["role"] == "assistant") for m in messages], self._escape(
-            tools, False
-        )
+        said = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
+        return [self._escape(m, m["role"] == "assistant") for m in said], self._escape(tools, False)
 
     def _escape(self, value: Any, by_target: bool) -> Any:
         if isinstance(value, str):
@@ -313,8 +312,10 @@ def _said(message: Message) -> str:
     return f"{message.get('reasoning_content', '')}{message['content']}"
 
 
-def _is_empty(message: Message) -> bool:
-    return not _said(message).strip() and not message.get("tool_calls")
+def _is_context(message: Message) -> bool:
+    """Whether an assistant turn teaches nothing: it is empty, or the data says so."""
+    empty = not _said(message).strip() and not message.get("tool_calls")
+    return empty or message.get("weight") == 0
 
 
 def _check_complete(message: Message, answer: str) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,25 +22,21 @@ from eagle3_train.corpus.table import committed_ids, next_index, write_shard
 from eagle3_train.engines.answers import Answers
 from eagle3_train.engines.spec import Request
 from eagle3_train.records import Generation, Prompt
-from eagle3_train.rundir import RunDir, write_atomic
+from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import log
 from eagle3_train.stages.rollout_dialogue import Dialogue
+from eagle3_train.stages.rollout_inputs import (
+    Json,
+    check_unchanged,
+    is_complete,
+    record_complete,
+    record_start,
+)
 from eagle3_train.stages.rollout_synthesis import synthesise
-
-Json = dict[str, Any]
 
 LOG_EVERY_S = 10.0
 FAILURES_BEFORE_GIVING_UP = 20
 CUT_SHARE_TO_WARN = 0.1
-
-
-def is_complete(config: JobConfig) -> bool:
-    """Whether every prompt has been asked with these settings."""
-    path = RunDir(config.run_path).rollout_state
-    if not path.is_file():
-        return False
-    state: Json = json.loads(path.read_text())
-    return state["inputs"] == _inputs(config) and bool(state["complete"])
 
 
 def run(config: JobConfig, pool: Any) -> Json:
@@ -51,7 +46,7 @@ def run(config: JobConfig, pool: Any) -> Json:
     more than `rollout.max_failures` of the prompts could not be answered.
     """
     paths = RunDir(config.run_path)
-    _check_inputs(config)
+    check_unchanged(config)
     if is_complete(config):
         done: Json = json.loads(paths.rollout_state.read_text())
         log.info("rollout: complete, %d prompts answered", done["answered"])
@@ -61,7 +56,7 @@ def run(config: JobConfig, pool: Any) -> Json:
     tokenizer, remote = _tokenizer(config), config.target.trust_remote_code
     renderer = Renderer.load(tokenizer, remote, config.corpus.template_kwargs)
     answers = Answers(pool, config.engine)
-    _record_inputs(config)
+    record_start(config)
     prompts = _prompts(config, renderer, answers)
     _warn_unused_sampling(config, prompts)
     committed = committed_ids(paths.samples)
@@ -69,8 +64,7 @@ def run(config: JobConfig, pool: Any) -> Json:
     log.info("rollout: %d prompts, %d already answered", len(prompts), len(prompts) - len(missing))
     progress = Progress(total=len(prompts), answered=len(prompts) - len(missing))
     _answer(config, renderer, answers, missing, progress)
-    state = {"inputs": _inputs(config), "complete": True} | progress.as_dict()
-    write_atomic(paths.rollout_state, json.dumps(state, indent=1))
+    state = record_complete(config, progress.as_dict())
     log.info("rollout: done | %s", progress.line())
     if progress.cut_share > CUT_SHARE_TO_WARN:
         log.warning(
@@ -87,21 +81,20 @@ def _keep_given(config: JobConfig) -> Json:
         config.corpus, _tokenizer(config), config.target.trust_remote_code, paths.quarantine
     )
     loaded.accounting.save(paths.accounting)
-    _record_inputs(config)
+    record_start(config)
     done = committed_ids(paths.samples)
     missing = [sample for sample in loaded.samples if sample.id not in done]
     for start in range(0, len(missing), rows):
         shard = missing[start : start + rows]
         write_shard(paths.samples, next_index(paths.samples), shard, ["null"] * len(shard))
-    state = {"inputs": _inputs(config), "complete": True, "answered": len(loaded.samples)}
-    write_atomic(paths.rollout_state, json.dumps(state, indent=1))
+    state = record_complete(config, {"answered": len(loaded.samples)})
     log.info("rollout: kept %d given answers", len(loaded.samples))
     return state
 
 
 def check(config: JobConfig) -> None:
     """Raise ValueError when the corpus is unusable or answers of other settings exist; needs no engine."""
-    _check_inputs(config)
+    check_unchanged(config)
     if config.corpus.answers == "target":
         _given_prompts(config)
 
@@ -299,42 +292,6 @@ def _check_failures(config: JobConfig, progress: Progress) -> None:
             f"{failed} of {progress.total} prompts could not be answered: {dict(progress.failures)}; "
             "mend the prompts or the engine, or raise rollout.max_failures"
         )
-
-
-def _inputs(config: JobConfig) -> Json:
-    """The settings that decide what the answers are."""
-    corpus = config.corpus.model_dump(mode="json", exclude={"min_yield"})
-    rollout = config.rollout.model_dump(mode="json", exclude={"shard_rows", "max_failures"})
-    return {"target": config.target.path, "corpus": corpus, "rollout": rollout}
-
-
-def _check_inputs(config: JobConfig) -> None:
-    """Refuse to mix answers of different settings; before anything is committed, settings may change."""
-    paths, inputs = RunDir(config.run_path), _inputs(config)
-    if not paths.rollout_state.is_file():
-        return
-    before = json.loads(paths.rollout_state.read_text())["inputs"]
-    changed = sorted(set(_flat(before)) ^ set(_flat(inputs)))
-    if changed and (committed_ids(paths.samples) or paths.synthesised.is_file()):
-        names = ", ".join(sorted({name for name, _ in changed}))
-        raise ValueError(
-            f"{paths.samples.parent} holds answers made with other settings ({names}); "
-            "give the run another name, or delete that folder"
-        )
-
-
-def _record_inputs(config: JobConfig) -> None:
-    """Remember, before anything is committed, which settings the answers are made with."""
-    state = {"inputs": _inputs(config), "complete": False}
-    write_atomic(RunDir(config.run_path).rollout_state, json.dumps(state, indent=1))
-
-
-def _flat(inputs: Json, prefix: str = "") -> Iterable[tuple[str, str]]:
-    for name, value in inputs.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", json.dumps(value)
 
 
 def _warn_unused_sampling(config: JobConfig, prompts: list[Prompt]) -> None:

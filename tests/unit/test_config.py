@@ -83,6 +83,17 @@ def test_directories_mean_the_same_in_every_process(
     assert load_config([DEMO], ["target.path=org/model"]).target.path == "org/model"
 
 
+def test_a_mistyped_target_leaves_no_run_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = [f"runs_dir={tmp_path}/runs", f"target.path={tmp_path}/typo"]
+    monkeypatch.setattr(sys, "argv", ["job", "-c", str(DEMO), *paths])
+    monkeypatch.setattr(cli.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit, match="typo' is no directory"):
+        cli.run("a job", lambda _: None)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_configuration_survives_json_and_is_frozen() -> None:
     config = load_config([DEMO])
     assert JobConfig.model_validate(config.model_dump(mode="json")) == config

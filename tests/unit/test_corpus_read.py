@@ -13,7 +13,7 @@ import pytest
 from eagle3_train.config import CorpusConfig
 from eagle3_train.corpus.account import CorpusError, Unusable
 from eagle3_train.corpus.conversation import Conversation, parse_row
-from eagle3_train.corpus.read import read_rows
+from eagle3_train.corpus.read import fingerprint, read_rows
 
 ROWS = [
     {
@@ -60,6 +60,22 @@ def test_every_format_gives_the_same_rows(tmp_path: Path) -> None:
         writer.write_table(table, max_chunksize=2)
     for file in sorted(tmp_path.iterdir()):
         assert fields(str(file)) == ROWS, file.name
+
+
+def test_one_object_spread_over_lines_is_one_row(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(ROWS[0], indent=2))
+    (tmp_path / "b.json").write_bytes(jsonl(ROWS[:1]))
+    assert fields(str(tmp_path / "a.json")) == fields(str(tmp_path / "b.json")) == ROWS[:1]
+
+
+def test_an_edited_file_has_another_fingerprint_a_touched_one_has_not(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(jsonl(ROWS))
+    before = fingerprint([str(tmp_path)])
+    file.touch()
+    assert fingerprint([str(tmp_path)]) == before
+    file.write_bytes(jsonl(ROWS).replace(b"Question 3", b"Question 8"))
+    assert fingerprint([str(tmp_path)]) != before
 
 
 def test_nulls_that_arrow_fills_in_are_not_part_of_a_message(tmp_path: Path) -> None:
@@ -125,7 +141,8 @@ def test_a_truncated_gzip_gives_what_it_holds_and_one_named_problem(tmp_path: Pa
     ("name", "content", "message"),
     [
         ("a.csv", b"x", "no reader for .*a.csv; understood: .jsonl"),
-        ("a.json", b"[1, 2", "starts like a JSON array"),
+        ("a.json", b"[1, 2", "starts like one JSON array"),
+        ("a.json", b"{\n 1", "starts like one JSON array or object"),
         ("a.parquet", b"nope", "not a readable .parquet"),
         ("a.arrow", b"nope", "not a readable .arrow"),
     ],
@@ -142,7 +159,7 @@ def test_missing_sources_stop_the_job(tmp_path: Path) -> None:
     for sources, message in (
         ((), "is empty"),
         ((str(tmp_path / "no"),), "does not exist"),
-        ((str(tmp_path),), "does not exist"),
+        ((str(tmp_path),), "is an empty directory"),
     ):
         with pytest.raises(CorpusError, match=message):
             list(read_rows(sources))
@@ -161,6 +178,7 @@ def test_missing_sources_stop_the_job(tmp_path: Path) -> None:
         ({"messages": [{"role": "assistant", "tool_calls": [{"name": 1}]}]}, "bad_tool_call"),
         ({"messages": ROWS[0]["messages"], "image": "x.png"}, "multimodal"),
         ({"messages": ROWS[0]["messages"], "tools": "3"}, "bad_tools"),
+        ({"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}, "turn_weight"),
         ({"turns": "text"}, "malformed_turn"),
         ({"input_ids": "1 2"}, "malformed_ids"),
         ({"input_ids": [1, True]}, "malformed_ids"),

@@ -249,6 +249,21 @@ def test_empty_answers_among_others_are_context_only() -> None:
     assert re.findall(r"\[\[(.*?)\]\]", text) == ["Fig.<|im_end|>"]
 
 
+def test_an_answer_of_weight_zero_is_context_only() -> None:
+    chat = renderer("plain")
+    turns = [user("a"), assistant("one", weight=0), user("b"), assistant("two")]
+    plain = [{key: value for key, value in turn.items() if key != "weight"} for turn in turns]
+    (weighted,) = chat.answered_rows(Conversation(turns), False)
+    (every,) = chat.answered_rows(Conversation(plain), False)
+    assert weighted[0] == every[0]
+    assert sum(weighted[1]) < sum(every[1])
+    spoken = chat.tokenizer.decode([i for i, on in zip(*weighted, strict=True) if on])
+    assert "two" in spoken
+    assert "one" not in spoken
+    with pytest.raises(Unusable, match="nothing_supervised"):
+        chat.answered_rows(Conversation(turns[:2]), False)
+
+
 def test_a_template_whose_prompt_is_not_a_prefix_is_refused() -> None:
     made = renderer("plain", copy=True)
     made.tokenizer.chat_template = (

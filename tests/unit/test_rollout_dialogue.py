@@ -217,3 +217,9 @@ def test_given_answers_are_committed_without_an_engine_and_only_once(tmp_path: P
     assert rollout.is_complete(config)
     assert rollout.run(config, None)["answered"] == 5
     assert len(read_samples(RunDir(config.run_path).samples)) == 5
+    (tmp_path / "data.jsonl").write_text(json.dumps(rows[0]) + "\n")
+    assert not rollout.is_complete(config)
+    with pytest.raises(ValueError, match=r"other contents of corpus\.sources"):
+        rollout.run(config, None)
+    (tmp_path / "data.jsonl").unlink()
+    assert rollout.is_complete(config), "answers outlive the data they were asked with"

@@ -1,0 +1,89 @@
+"""What a rollout's answers were made with, and whether it still holds: settings and the contents of the sources.
+
+rollout/state.json: {inputs, data: hash of the sources, complete, and the counts once it is}.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from eagle3_train.config import JobConfig
+from eagle3_train.corpus.account import CorpusError
+from eagle3_train.corpus.read import fingerprint
+from eagle3_train.corpus.table import committed_ids
+from eagle3_train.rundir import RunDir, write_atomic
+from eagle3_train.runlog import log
+
+Json = dict[str, Any]
+
+
+def is_complete(config: JobConfig) -> bool:
+    """Whether every prompt has been asked with these settings and this data."""
+    if not RunDir(config.run_path).rollout_state.is_file():
+        return False
+    state = _state(config)
+    return bool(state["complete"]) and not _changes(config, state)
+
+
+def check_unchanged(config: JobConfig) -> None:
+    """Refuse to mix answers of different settings or data; before anything is committed, they may change."""
+    paths = RunDir(config.run_path)
+    if not paths.rollout_state.is_file():
+        return
+    changed = _changes(config, _state(config))
+    if changed and (committed_ids(paths.samples) or paths.synthesised.is_file()):
+        raise ValueError(
+            f"{paths.samples.parent} holds answers made with other {', '.join(changed)}; "
+            "give the run another name, or delete that folder"
+        )
+
+
+def record_start(config: JobConfig) -> None:
+    """Remember, before anything is committed, what the answers are made with."""
+    data = fingerprint(config.corpus.sources)
+    _write(config, {"inputs": _inputs(config), "data": data, "complete": False})
+
+
+def record_complete(config: JobConfig, counts: Json) -> Json:
+    """Every prompt has been asked; the whole state."""
+    return _write(config, _state(config) | {"complete": True} | counts)
+
+
+def _state(config: JobConfig) -> Json:
+    state: Json = json.loads(RunDir(config.run_path).rollout_state.read_text())
+    return state
+
+
+def _write(config: JobConfig, state: Json) -> Json:
+    write_atomic(RunDir(config.run_path).rollout_state, json.dumps(state, indent=1))
+    return state
+
+
+def _inputs(config: JobConfig) -> Json:
+    """The settings that decide what the answers are."""
+    corpus = config.corpus.model_dump(mode="json", exclude={"min_yield"})
+    rollout = config.rollout.model_dump(mode="json", exclude={"shard_rows", "max_failures"})
+    return {"target": config.target.path, "corpus": corpus, "rollout": rollout}
+
+
+def _changes(config: JobConfig, state: Json) -> list[str]:
+    """Names of the settings that differ from the recorded ones, and the data if its files were edited."""
+    settings = set(_flat(state["inputs"])) ^ set(_flat(_inputs(config)))
+    names = sorted({f"settings ({name})" for name, _ in settings})
+    try:
+        data = fingerprint(config.corpus.sources)
+    except CorpusError as error:  # moved away since: the answers stay valid
+        log.warning("rollout: the data is taken as unchanged: %s", error)
+        return names
+    # A state without the hash was written before it was recorded.
+    return names if state.get("data", data) == data else [*names, "contents of corpus.sources"]
+
+
+def _flat(inputs: Json, prefix: str = "") -> Iterable[tuple[str, str]]:
+    for name, value in inputs.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", json.dumps(value)
