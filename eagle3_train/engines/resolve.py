@@ -22,8 +22,9 @@ from eagle3_train.target.facts import TargetFacts, default_boundaries
 
 Engine = Literal["vllm", "sglang"]
 LayerIds = Literal["", "boundary", "output", "output_always", "deepseek"]
-# Switches of EAGLE-3.1 drafters; an engine version serves those its drafter's file names.
-DRAFTER_OPTIONS = ("norm_output", "fc_norm", "norm_before_fc")
+# Switches of EAGLE-3.1 drafters; an engine version serves those its drafter's file names. A file that names the
+# last one rotates by YaRN whatever the drafter's config says (vLLM 0.23's MLA drafter).
+DRAFTER_OPTIONS = ("norm_output", "fc_norm", "norm_before_fc", "deepseek_yarn")
 _TABLES = Path(__file__).parent
 _REGISTRY = Path("model_executor/models/registry.py")
 _CAPTURE = "set_eagle3_layers_to_capture"

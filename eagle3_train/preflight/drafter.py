@@ -109,6 +109,8 @@ def drafter(config: JobConfig, facts: TargetFacts, engines: Sequence[EngineIndex
     for index in engines:
         known = index.find(architecture)
         lacks = wanted - set(known.options) if known else {architecture}
+        if known and "deepseek_yarn" in known.options and spec.rope.rope_type != "yarn":
+            lacks.add(f"{architecture} with {spec.rope.rope_type} RoPE (it takes YaRN only)")
         if lacks:
             checks.append(
                 Check(
