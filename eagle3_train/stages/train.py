@@ -175,7 +175,9 @@ def train_worker(job: dict[str, Any]) -> None:
         coordinator.ack.remote(attempt, window.index, state.rank)
         rest = [] if state.has_stalled else windows[number + 1 :]
         if _checkpoint_due(config, window, rest):
-            state.save({"eval/expected_acceptance_length": state.evaluations.last})
+            # Only weights that were just evaluated may become the best checkpoint.
+            score = state.evaluations.last if window.kind == "eval" else 0.0
+            state.save({"eval/expected_acceptance_length": score})
         if state.has_stalled:
             log.info("stopped: E[len] has not risen above %.3f lately", state.evaluations.best)
             break
