@@ -38,6 +38,8 @@ class TargetConfig(Section):
     """Directory of the tokenizer, when it is not the target's own."""
     trust_remote_code: bool = False
     """Consent to execute Python files that ship inside the target's directory."""
+    tap_by_hooks: str | None = None
+    """vLLM class without EAGLE-3 taps (e.g. Glm4MoeForCausalLM) that forward hooks may tap; needs engine.enforce_eager."""
 
 
 class DrafterConfig(Section):

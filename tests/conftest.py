@@ -20,7 +20,7 @@ os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with a target per family and random drafters `<family>-drafter`."""
     root = tmp_path_factory.mktemp("models")
-    for family in ("llama", "qwen3", "mla"):
+    for family in ("llama", "qwen3", "mla", "glm"):
         tiny.write_target(root / family, family)
         attention = "mla" if family == "mla" else "llama"
         tiny.write_drafter(root / f"{family}-drafter", root / family, family, attention=attention)

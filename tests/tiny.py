@@ -16,13 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-Family = Literal["llama", "qwen3", "mla"]
+Family = Literal["llama", "qwen3", "mla", "glm"]
 Device = Literal["cpu", "cuda"]
 
 VOCAB = 512
 HIDDEN = 64
-LAYERS = {"llama": 8, "qwen3": 6, "mla": 6}
-AUX = {"llama": (2, 4, 5), "qwen3": (1, 3, 4), "mla": (2, 3, 4)}
+LAYERS = {"llama": 8, "qwen3": 6, "mla": 6, "glm": 6}
+AUX = {"llama": (2, 4, 5), "qwen3": (1, 3, 4), "mla": (2, 3, 4), "glm": (1, 3, 4)}
 BOS, EOS, PAD, USER, ASSISTANT = range(5)
 # Kimi-K2.5's attention and rotary embedding; everything else is smaller.
 YARN: dict[str, Any] = {
@@ -101,6 +101,8 @@ def _model(family: Family) -> Any:
     from transformers import (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
         LlamaConfig,
         LlamaForCausalLM,
         Qwen3Config,
@@ -119,17 +121,24 @@ def _model(family: Family) -> Any:
         return LlamaForCausalLM(LlamaConfig(**sizes, num_key_value_heads=2, head_dim=32))
     if family == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**sizes, num_key_value_heads=2, head_dim=32))
+    experts: dict[str, Any] = {
+        "moe_intermediate_size": 64,
+        "n_shared_experts": 1,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "first_k_dense_replace": 1,
+    }
+    if family == "glm":
+        return Glm4MoeForCausalLM(
+            Glm4MoeConfig(**sizes, **experts, num_key_value_heads=2, head_dim=32, use_qk_norm=True)
+        )
     return DeepseekV3ForCausalLM(
         DeepseekV3Config(
             **sizes,
+            **experts,
             num_key_value_heads=4,
-            moe_intermediate_size=64,
-            n_shared_experts=1,
-            n_routed_experts=8,
             n_group=2,
             topk_group=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
             q_lora_rank=32,
             kv_lora_rank=512,  # the CPU MLA kernel knows only Kimi's and DeepSeek's sizes
             qk_rope_head_dim=64,

@@ -31,6 +31,8 @@ def check(spec: EngineSpec, facts: TargetFacts) -> None:
                 f"a capture engine needs sorted distinct boundaries that end with L={facts.num_layers} "
                 f"({spec.model} has {facts.num_layers} layers), got {wanted}"
             )
+    if spec.tap_by_hooks and not spec.enforce_eager:
+        raise ValueError("forward hooks cannot be compiled: set engine.enforce_eager=true")
     if spec.max_model_len > facts.max_position_embeddings:
         raise ValueError(
             f"engine.max_model_len={spec.max_model_len} exceeds the {facts.max_position_embeddings} "
@@ -114,6 +116,9 @@ def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -
     }
     if spec.block_size is not None:
         kwargs["block_size"] = spec.block_size
+    if spec.tap_by_hooks and spec.purpose != "plain":
+        kwargs["worker_cls"] = "eagle3_train.engines.hooks.TappingWorker"
+        kwargs["additional_config"] = {"tap_by_hooks": spec.tap_by_hooks}
     if spec.tensor_parallel > 1:
         kwargs["distributed_executor_backend"] = "mp"
     if facts.is_multimodal:

@@ -17,6 +17,7 @@ class EngineSpec:
     arena_bytes: host memory the hidden states pass through; null fits a few engine steps.
     chunked_prefill: null is on where it is correct (off on CPU and while serving a drafter).
     own_process: run vLLM's core in a process of its own (GPU) instead of the caller's (CPU); null chooses.
+    tap_by_hooks: name of a vLLM class without taps whose layers forward hooks tap instead; needs enforce_eager.
     v1_runner: insist on vLLM's older model runner, whose drafts can be recorded (0.23 serves Llama with the newer).
     """
 
@@ -43,6 +44,7 @@ class EngineSpec:
     chunked_prefill: bool | None = None
     block_size: int | None = None
     own_process: bool | None = None
+    tap_by_hooks: str = ""
     v1_runner: bool = False
 
 

@@ -1,10 +1,7 @@
 """Live depth: an engine is booted as the job will boot it and its states are held against its own words.
 
-The checks are functions of captured tensors; `live_checks` feeds them from up to three engines, one after the
-other: capture, capture with chunked prefill and prefix hits, and serving an untrained drafter.
-
-Two runs of one model in bfloat16 differ by a few parts in a thousand, which decides between tokens whose logits are
-closer than that. So "the engine's token" means one whose logit, computed here, is the highest or within rounding of it.
+Up to three engines, one after the other: capture, capture with chunked prefill and prefix hits, and serving an
+untrained drafter. What is checked is in states.py.
 """
 
 from __future__ import annotations
@@ -13,28 +10,35 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from eagle3_train.config import JobConfig
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.drafter.checkpoint import write_checkpoint
 from eagle3_train.drafter.checkpoint_format import ServedTarget
-from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.engines.engine import Engine
 from eagle3_train.engines.launch import EngineError
 from eagle3_train.engines.pool import spec_for
 from eagle3_train.engines.spec import EngineSpec, Request
-from eagle3_train.engines.worker import Drafted
 from eagle3_train.preflight.check import Check
+from eagle3_train.preflight.states import (
+    EXACT,
+    ROUNDED,
+    Answer,
+    Rounding,
+    agreement,
+    draft_parity,
+    lossless,
+    states_complete,
+    teacher_parity,
+)
 from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import TargetFacts, resolve_boundaries
 from eagle3_train.target.weights import FrozenWeights, read_frozen
@@ -50,147 +54,6 @@ QUESTIONS = (
 ANSWER_TOKENS = 48
 # Small enough that every question is read in several parts.
 CHUNK_TOKENS = 32
-PARITY, COSINE = 0.99, 0.999
-
-
-class Rounding(NamedTuple):
-    """What the engine's arithmetic allows. slack: distance to the highest logit, in parts of the largest
-    magnitude; share: of rows and draft lists that must agree (an expert chosen otherwise moves a whole row)."""
-
-    slack: float
-    share: float
-
-
-EXACT, ROUNDED = Rounding(1e-4, 1.0), Rounding(2**-5, 0.99)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A greedy answer and its states: ids [n], states [n-1, boundaries, hidden] float32."""
-
-    ids: tuple[int, ...]
-    prompt_tokens: int
-    states: Tensor
-
-
-def states_complete(answers: Sequence[Answer], hidden_size: int, num_boundaries: int) -> Check:
-    """Whether every position but the last has finite states of the right shape."""
-    for answer in answers:
-        expected = (len(answer.ids) - 1, num_boundaries, hidden_size)
-        if tuple(answer.states.shape) != expected:
-            reason = f"truncated states: got {tuple(answer.states.shape)} for {len(answer.ids)} tokens, expected {expected}"
-            return Check(
-                "states", "fail", reason, "turn off prefix caching; check the engine version"
-            )
-        if not answer.states.isfinite().all():
-            return Check("states", "fail", "states are not finite", "check engine.dtype")
-    tokens = sum(len(answer.states) for answer in answers)
-    return Check("states", "ok", f"{tokens} positions: complete, finite, ids echoed")
-
-
-def leads(logits: Tensor, said: Tensor, slack: float) -> Tensor:
-    """Per row of logits [n, vocab], whether token said[n] has the highest one, or one within `slack` of it."""
-    chosen = logits.gather(-1, said[:, None])[:, 0]
-    return chosen >= logits.amax(-1) - slack * logits.abs().amax(-1)
-
-
-def teacher_logits(states: Tensor, weights: FrozenWeights, eps: float) -> Tensor:
-    """The target's logits [n, vocab] from states [n, boundaries, hidden], float32."""
-    last = states[:, -1].float()
-    normed = F.rms_norm(last, last.shape[-1:], weights.norm_weight.float(), eps)
-    return (normed.to(weights.lm_head.dtype) @ weights.lm_head.T).float()
-
-
-def teacher_parity(
-    answers: Sequence[Answer], weights: FrozenWeights, eps: float, rounding: Rounding
-) -> Check:
-    """Whether final norm and head, on the last captured boundary, choose the tokens the engine chose."""
-    exact = near = total = 0
-    for answer in answers:
-        logits = teacher_logits(answer.states[answer.prompt_tokens - 1 :], weights, eps)
-        said = torch.tensor(answer.ids[answer.prompt_tokens :])
-        exact += int((logits.argmax(-1) == said).sum())
-        near += int(leads(logits, said, rounding.slack).sum())
-        total += len(said)
-    ties = f" ({near - exact} of them within rounding of another)" if near > exact else ""
-    reason = f"final norm and head on captured states choose the engine's token at {near} of {total} positions{ties}"
-    if near < PARITY * total:
-        fix = "the last boundary is another layer than assumed, or the final norm or head is read wrongly"
-        return Check("teacher_parity", "fail", reason, fix)
-    return Check("teacher_parity", "ok", reason)
-
-
-def agreement(
-    name: str, first: Sequence[Tensor], second: Sequence[Tensor], rounding: Rounding
-) -> Check:
-    """Whether two captures of the same samples agree, row by row (a row: one position, one boundary)."""
-    rows = torch.cat(
-        [
-            F.cosine_similarity(a.float(), b.float(), dim=-1).flatten()
-            for a, b in zip(first, second, strict=True)
-        ]
-    )
-    alike = int((rows > COSINE).sum())
-    reason = f"{alike} of {len(rows)} rows as in the plain capture, lowest cosine {rows.min():.6f}"
-    if alike < rounding.share * len(rows):
-        return Check(name, "fail", reason, f"do not rely on {name} with this engine version")
-    return Check(name, "ok", reason)
-
-
-def draft_parity(
-    drafted: Sequence[tuple[Answer, Sequence[Drafted]]],
-    drafter: Eagle3Drafter,
-    target: FrozenTarget,
-    rounding: Rounding,
-) -> Check:
-    """Whether the engine's draft tokens are those computed from the captured states."""
-    same = total = 0
-    for answer, lists in drafted:
-        ids, aux = torch.tensor(answer.ids), answer.states[:, :-1].flatten(1)
-        for one in lists:
-            known = one.position + 1 < len(answer.ids)
-            if not known or answer.ids[one.position + 1] != one.next_token:
-                continue
-            tokens = torch.tensor(one.draft_ids)
-            _, logits = draft_logits(drafter, target, ids, aux, one.position, len(tokens), tokens)
-            drafts = torch.searchsorted(target.draft_ids, tokens).clamp(max=logits.shape[-1] - 1)
-            found = target.draft_ids[drafts] == tokens
-            same += bool((found & leads(logits, drafts, rounding.slack)).all())
-            total += 1
-    reason = f"{same} of {total} draft lists are those computed from captured states"
-    if not total or same < rounding.share * total:
-        fix = (
-            "the drafter is fed other layers, positions or tokens while serving than while training"
-        )
-        return Check("draft_parity", "fail", reason, fix)
-    return Check("draft_parity", "ok", reason)
-
-
-def lossless(
-    plain: Sequence[Answer],
-    served: Sequence[tuple[int, ...]],
-    weights: FrozenWeights,
-    eps: float,
-    rounding: Rounding,
-) -> Check:
-    """Whether greedy answers with a drafter are those without, or part only where two tokens tie."""
-    same, ties = 0, []
-    for answer, ids in zip(plain, served, strict=True):
-        if answer.ids == ids:
-            same += 1
-            continue
-        at = next(
-            (i for i, pair in enumerate(zip(answer.ids, ids, strict=False)) if len(set(pair)) > 1),
-            0,
-        )
-        logits = teacher_logits(answer.states[at - 1 : at], weights, eps)
-        ties.append(at > 0 and bool(leads(logits, torch.tensor([ids[at]]), rounding.slack)))
-    reason = f"{same} of {len(plain)} greedy answers are the same with a drafter as without"
-    if not all(ties):
-        return Check("lossless", "fail", reason, "compare in float32")
-    if ties:
-        reason += f"; {len(ties)} part where two tokens are within rounding"
-    return Check("lossless", "ok", reason)
 
 
 def live_checks(config: JobConfig, facts: TargetFacts) -> list[Check]:
@@ -206,7 +69,7 @@ def live_checks(config: JobConfig, facts: TargetFacts) -> list[Check]:
             checks.append(teacher_parity(answers, weights, facts.rms_norm_eps, allowed))
             checks += _stressed(spec, answers, alone, facts.mla is not None)
             checks += _served(config, facts, spec, answers, weights)
-    except EngineError as error:
+    except (EngineError, ValueError) as error:
         checks.append(Check("engine_start", "fail", str(error), "see docs/preflight.md"))
     checks.append(Check("live_time", "ok", f"{time.monotonic() - started:.0f} s"))
     return checks
@@ -259,7 +122,7 @@ def captured_answers(
         complete = states_complete(answers, facts.hidden_size, len(spec.boundaries))
         if complete.verdict == "fail":
             return answers, [], [complete]
-        alone = [states for answer in answers for states in _prefill(engine, [answer])]
+        alone = _alone(engine, answers)
         started = engine.facts()
         checks = [
             Check("engine_start", "ok", f"{started.resolved_class} in {started.start_s:.0f} s"),
@@ -290,6 +153,10 @@ def _prefill(engine: Engine, answers: Sequence[Answer]) -> list[Tensor]:
     return list(torch.split(whole, [len(answer.ids) - 1 for answer in answers]))
 
 
+def _alone(engine: Engine, answers: Sequence[Answer]) -> list[Tensor]:
+    return [states for answer in answers for states in _prefill(engine, [answer])]
+
+
 def _stressed(
     spec: EngineSpec, answers: list[Answer], alone: list[Tensor], mla: bool
 ) -> list[Check]:
@@ -307,8 +174,8 @@ def _stressed(
         block_size=None if torch.cuda.is_available() else 32,
     )
     with _engine(small) as engine:
-        chunked = [states for answer in answers for states in _prefill(engine, [answer])]
-        hit = [states for answer in answers for states in _prefill(engine, [answer])]
+        chunked = _alone(engine, answers)
+        hit = _alone(engine, answers)
     return [
         agreement("chunked_prefill", alone, chunked, _rounding(spec)),
         agreement("prefix_hit", alone, hit, _rounding(spec)),

@@ -1,4 +1,4 @@
-"""Whether every node of the cluster runs the same versions: one small task per node."""
+"""Whether the connected cluster fits: the same versions on every node (one small task each), room for the stream."""
 
 from __future__ import annotations
 
@@ -35,12 +35,25 @@ def node_versions() -> Check:
         ).remote()
         for node in nodes
     ]
-    found = dict(zip((node["NodeManagerAddress"] for node in nodes), ray.get(answers), strict=True))
+    names = [f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})" for node in nodes]
+    found = dict(zip(names, ray.get(answers), strict=True))
     return compare_versions(found)
 
 
+def object_store(max_bytes_in_flight: int) -> Check:
+    """Whether Ray's shared memory, all nodes together, holds what the stream may hold."""
+    room = int(ray.cluster_resources().get("object_store_memory", 0))
+    reason = (
+        f"{room:,} bytes in the cluster's object store, {max_bytes_in_flight:,} may be in flight"
+    )
+    if room < max_bytes_in_flight:
+        fix = "start Ray with a larger --object-store-memory, or lower stream.max_bytes_in_flight"
+        return Check("object_store", "fail", reason, fix)
+    return Check("object_store", "ok", reason)
+
+
 def compare_versions(found: dict[str, dict[str, str]]) -> Check:
-    """Whether the versions of all nodes (address -> package -> version) are equal."""
+    """Whether the versions of all nodes (name -> package -> version) are equal."""
     first, *others = found.values()
     differing = sorted({key for other in others for key, _ in first.items() ^ other.items()})
     if not differing:

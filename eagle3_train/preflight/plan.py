@@ -44,6 +44,8 @@ class Plan:
     engine_per_gpu: int
     kv_tokens: int
     drafter_parameters: int
+    optimiser_per_worker: int
+    activations_per_worker: int
     trainer_per_worker: int
     checkpoint_bytes: int
     engine_gpus: float
@@ -70,6 +72,7 @@ def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
     room = int(gpu_memory * engine.gpu_memory_utilization) - fixed
     cache = engine.kv_cache_bytes or max(room, 0)
     parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
+    states_of_training, activations, frozen = _trainer_bytes(config, facts, spec, parameters, row)
     cached = min(1.0, config.stream.cache_bytes / max(tokens * row, 1))
     captures = 1 + (train.epochs // config.stream.replay - 1) * (1 - cached)
     return Plan(
@@ -83,7 +86,9 @@ def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
         engine_per_gpu=fixed + cache,
         kv_tokens=cache // (kv + states),
         drafter_parameters=parameters,
-        trainer_per_worker=_trainer_bytes(config, facts, spec, parameters, row),
+        optimiser_per_worker=states_of_training,
+        activations_per_worker=activations,
+        trainer_per_worker=states_of_training + activations + frozen,
         checkpoint_bytes=(train.keep_checkpoints + 1) * 12 * parameters,
         engine_gpus=engine.replicas * engine.tensor_parallel * engine.gpus_per_worker,
         train_gpus=train.workers * train.gpus_per_worker,
@@ -108,7 +113,7 @@ def plan_checks(config: JobConfig, facts: TargetFacts, plan: Plan, package: Path
         _trainer_memory(config, plan),
         _disk(config, plan),
         _package(config, package),
-        _rates(plan),
+        _rates(config, plan),
     ]
 
 
@@ -188,15 +193,15 @@ def _engine_working_bytes(config: JobConfig, facts: TargetFacts, itemsize: int) 
 
 def _trainer_bytes(
     config: JobConfig, facts: TargetFacts, spec: DrafterSpec, parameters: int, row: int
-) -> int:
-    """Masters, Adam and gradients (sharded over the workers), a compute copy, the frozen tensors, activations."""
+) -> tuple[int, int, int]:
+    """(masters, Adam, gradients over the workers and a compute copy; activations and states; frozen tensors)."""
     train, itemsize = config.train, _itemsize(config.train.dtype)
     states = 16 * parameters // train.workers + itemsize * parameters
     frozen = 2 * facts.vocab_size * facts.hidden_size * itemsize
     width = 8 * spec.hidden_size + 3 * spec.intermediate_size + 2 * spec.num_heads * spec.head_dim
     activations = config.stream.tokens_per_pack * train.ttt_steps * width * itemsize
     logits = 4 * 2048 * (spec.draft_vocab_size + facts.vocab_size)
-    return states + frozen + activations + logits + 2 * config.stream.tokens_per_pack * row
+    return states, activations + logits + 2 * config.stream.tokens_per_pack * row, frozen
 
 
 def _hours(tokens: float, rate: float | None, workers: int) -> float | None:
@@ -265,7 +270,11 @@ def _engine_memory(config: JobConfig, facts: TargetFacts, plan: Plan) -> Check:
 
 def _trainer_memory(config: JobConfig, plan: Plan) -> Check:
     need = plan.trainer_per_worker
-    reason = f"about {_size(need)} per worker for a drafter of {plan.drafter_parameters / 1e6:,.0f} M parameters"
+    reason = (
+        f"about {_size(need)} per worker for a drafter of {plan.drafter_parameters / 1e6:,.0f} M parameters: "
+        f"{_size(plan.optimiser_per_worker)} weights and optimiser, {_size(plan.activations_per_worker)} "
+        "activations and states, the rest the target's embedding and head"
+    )
     if not plan.train_gpus:
         return Check("trainer_memory", "ok", f"{reason}, in host memory")
     shared = 0 < config.engine.gpus_per_worker < 1 and config.train.gpus_per_worker < 1
@@ -310,15 +319,17 @@ def _package(config: JobConfig, directory: Path) -> Check:
     return Check("package_size", "ok", reason)
 
 
-def _rates(plan: Plan) -> Check:
-    if plan.capture_hours is None or plan.train_hours is None:
+def _rates(config: JobConfig, plan: Plan) -> Check:
+    rate = config.preflight.capture_tokens_per_s
+    if rate is None or plan.capture_hours is None or plan.train_hours is None:
         reason = "no measured rates (preflight.capture_tokens_per_s, train_tokens_per_s): no hours predicted"
         return Check("rates", "ok", reason)
     slower = "capture" if plan.capture_hours > plan.train_hours else "training"
     hours = max(plan.capture_hours, plan.train_hours)
     reason = (
         f"capture {plan.capture_hours:.2f} h, training {plan.train_hours:.2f} h, together about {hours:.2f} h: "
-        f"{slower} is the bottleneck; {hours * (plan.engine_gpus + plan.train_gpus):.1f} GPU-hours"
+        f"{slower} is the bottleneck; {hours * (plan.engine_gpus + plan.train_gpus):.1f} GPU-hours; an engine hands "
+        f"over up to {_size(rate * plan.bytes_per_token)} of states a second"
     )
     return Check("rates", "ok", reason)
 

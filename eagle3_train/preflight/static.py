@@ -28,7 +28,7 @@ def static_checks(
         target(facts),
         engine_class(facts, captures),
         remote_code(config, facts, captures),
-        capture(captures, serves),
+        capture(config, captures, serves),
         *(serving(resolution) for resolution in serves),
         boundaries(config, facts, [captures, *serves]),
         head(facts),
@@ -95,11 +95,16 @@ def remote_code(config: JobConfig, facts: TargetFacts, found: Resolution) -> Che
     return Check("remote_code", "ok", f"no remote code needed; {ships}")
 
 
-def capture(found: Resolution, serves: Sequence[Resolution]) -> Check:
+def capture(config: JobConfig, found: Resolution, serves: Sequence[Resolution]) -> Check:
     """Whether the engine can hand out the target's hidden states."""
     name = found.resolved_class.rpartition(".")[2] or "the target"
     if found.supports_eagle3:
         return Check("capture", "ok", f"{name} supports EAGLE-3 capture")
+    if found.resolved_class and config.target.tap_by_hooks == name:
+        reason = f"{name} has no taps; forward hooks read its layers, by target.tap_by_hooks"
+        if not config.engine.enforce_eager:
+            return Check("capture", "fail", reason, "set engine.enforce_eager=true")
+        return Check("capture", "warn", reason, "run --depth live, which proves the layers")
     able = [f"{other.engine} {other.version}" for other in serves if other.supports_eagle3]
     reason = f"{name} in {found.engine} {found.version} does not implement SupportsEagle3, so its layers cannot be tapped"
     if able:
@@ -108,8 +113,8 @@ def capture(found: Resolution, serves: Sequence[Resolution]) -> Check:
         "capture",
         "fail",
         reason,
-        "use a vLLM version whose class implements it, or add the interface to that class; "
-        "this project has no capture by forward hooks",
+        f"set target.tap_by_hooks={name} and engine.enforce_eager=true to read its layers with forward hooks, or "
+        "use a vLLM version whose class implements it",
     )
 
 

@@ -10,10 +10,11 @@ from typing import Literal
 import ray
 
 from eagle3_train.config import JobConfig
+from eagle3_train.engines.pool import ENVIRONMENT
 from eagle3_train.engines.resolve import Resolution, engine_index, resolve_target
 from eagle3_train.preflight.check import Check, failed, table
 from eagle3_train.preflight.live import live_checks
-from eagle3_train.preflight.nodes import node_versions
+from eagle3_train.preflight.nodes import node_versions, object_store
 from eagle3_train.preflight.plan import Plan, make_plan, plan_checks
 from eagle3_train.preflight.static import static_checks
 from eagle3_train.rundir import RunDir, write_atomic
@@ -21,6 +22,7 @@ from eagle3_train.runlog import log
 from eagle3_train.target.facts import TargetFacts, read_facts, resolve_boundaries
 
 Depth = Literal["static", "plan", "live"]
+LOG_EVERY_S = 30.0
 
 
 @dataclass(slots=True)
@@ -102,11 +104,21 @@ def _live(config: JobConfig, facts: TargetFacts) -> list[Check]:
     if not ray.is_initialized():
         return live_checks(config, facts)
     gpus = config.engine.tensor_parallel if config.engine.gpus_per_worker else 0
+    threads = str(max(1, int(config.engine.cpus)))
     boot = ray.remote(live_checks).options(
-        num_gpus=gpus, num_cpus=config.engine.cpus, max_retries=0
+        num_gpus=gpus,
+        num_cpus=config.engine.cpus,
+        max_retries=0,
+        runtime_env={"env_vars": ENVIRONMENT | {"OMP_NUM_THREADS": threads}},
     )
-    checks: list[Check] = ray.get(boot.remote(config, facts))
-    return [node_versions(), *checks]
+    running = boot.remote(config, facts)
+    while not ray.wait([running], timeout=LOG_EVERY_S)[0]:
+        log.info(
+            "preflight: live checks run, or wait for %g GPUs and %g CPUs (free: %s)",
+            gpus, config.engine.cpus, ray.available_resources(),
+        )  # fmt: skip
+    checks: list[Check] = ray.get(running)
+    return [node_versions(), object_store(config.stream.max_bytes_in_flight), *checks]
 
 
 def require(config: JobConfig) -> None:

@@ -21,8 +21,13 @@ from tests import tiny
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
 BLOCK = 32
-# Every boundary vLLM can tap: its DeepSeek class does not tap the embedding.
-BOUNDARIES = {"llama": tuple(range(9)), "qwen3": tuple(range(7)), "mla": tuple(range(1, 7))}
+# Every boundary that can be tapped: neither vLLM's DeepSeek class nor a hook taps the embedding.
+BOUNDARIES = {
+    "llama": tuple(range(9)),
+    "qwen3": tuple(range(7)),
+    "mla": tuple(range(1, 7)),
+    "glm": tuple(range(1, 7)),
+}
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def spec(target: Path, boundaries: tuple[int, ...], **values: Any) -> EngineSpec
     )
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3", "mla"])
+@pytest.fixture(scope="module", params=["llama", "qwen3", "mla", "glm"])
 def tapped(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Tapped]:
     from transformers import AutoModelForCausalLM
 
@@ -83,6 +88,8 @@ def tapped(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Tapped
             "block_size": BLOCK,
         }
     )
+    if family == "glm":  # vLLM's class has no taps
+        traits["tap_by_hooks"] = "Glm4MoeForCausalLM"
     engine = Engine(spec(tiny_models / family, BOUNDARIES[family], **traits))
     reference = AutoModelForCausalLM.from_pretrained(
         tiny_models / family, dtype=torch.float32, attn_implementation="eager"

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 import torch
 
 from eagle3_train.config import JobConfig
@@ -19,6 +21,8 @@ from eagle3_train.preflight.live import (
     live_checks,
     untrained_drafter,
 )
+from eagle3_train.preflight.nodes import node_versions, object_store
+from eagle3_train.stages.preflight import run
 from eagle3_train.target.facts import read_facts
 from tests.tiny import AUX, write_target
 
@@ -41,21 +45,42 @@ def job(folder: Path, target: Path, **drafter: Any) -> JobConfig:
                 "kv_cache_bytes": 64 << 20,
                 "enforce_eager": True,
             },
-            "stream": {"max_bytes_in_flight": 1 << 30},
+            "stream": {"max_bytes_in_flight": 64 << 20},
             "train": {"dtype": "float32"},
         }
     )
 
 
-def test_a_sound_llama_passes_every_live_check(tmp_path: Path) -> None:
+@pytest.mark.ray
+def test_a_sound_llama_passes_every_live_check_inside_a_cluster(
+    tmp_path: Path, ray_cluster: str
+) -> None:
     target = write_target(tmp_path / "target", "llama")
-    config = job(tmp_path, target, draft_vocab_size=256)
-    checks = live_checks(config, read_facts(target))
-    names = [check.name for check in checks if check.verdict == "ok"]
-    assert failed(checks) == []
-    assert {"teacher_parity", "chunked_prefill", "prefix_hit", "lossless", "draft_parity"} <= set(
-        names
-    )
+    report = run(job(tmp_path, target, draft_vocab_size=256), "live", tmp_path)
+    assert failed(report.checks) == []
+    names = [check.name for check in report.depths["live"] if check.verdict == "ok"]
+    assert {"versions", "teacher_parity", "chunked_prefill", "prefix_hit", "lossless"} <= set(names)
+    assert "draft_parity" in names
+
+
+@pytest.mark.ray
+def test_every_node_is_asked_for_its_versions(ray_cluster: str) -> None:
+    address = ray.get_runtime_context().gcs_address
+    start = [str(Path(sys.executable).parent / "ray"), "start", "--address", address, "--block"]
+    with subprocess.Popen([*start, "--num-cpus=0"], stdout=subprocess.DEVNULL) as second:
+        try:
+            deadline = time.monotonic() + 60
+            while sum(node["Alive"] for node in ray.nodes()) < 2:
+                assert time.monotonic() < deadline, "the second node never joined"
+                time.sleep(0.5)
+            check = node_versions()
+        finally:
+            second.terminate()
+    room = int(ray.cluster_resources()["object_store_memory"])
+    assert object_store(room).verdict == "ok"
+    assert object_store(2 * room).verdict == "fail"
+    assert check.verdict == "ok"
+    assert check.reason.startswith("2 nodes: python 3")
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.engines.worker import Drafted
-from eagle3_train.preflight import live
+from eagle3_train.preflight import states
 from eagle3_train.preflight.nodes import compare_versions
 from eagle3_train.target.weights import FrozenWeights
 
@@ -54,41 +54,45 @@ def engine():
 
 def answer(engine, boundaries):
     _, every, ids = engine
-    return live.Answer(ids, 12, every[:, list(boundaries)])
+    return states.Answer(ids, 12, every[:, list(boundaries)])
 
 
 def test_the_right_states_pass_every_check(engine):
     right = answer(engine, (1, 2, 4, LAYERS))
-    assert live.states_complete([right], 32, 4).verdict == "ok"
-    assert live.teacher_parity([right], engine[0], EPS, live.EXACT).verdict == "ok"
-    assert live.agreement("batched", [right.states], [right.states], live.EXACT).verdict == "ok"
+    assert states.states_complete([right], 32, 4).verdict == "ok"
+    assert states.teacher_parity([right], engine[0], EPS, states.EXACT).verdict == "ok"
+    assert states.agreement("batched", [right.states], [right.states], states.EXACT).verdict == "ok"
 
 
 def test_layer_ids_off_by_one_are_caught(engine):
-    check = live.teacher_parity([answer(engine, (0, 1, 3, LAYERS - 1))], engine[0], EPS, live.EXACT)
+    check = states.teacher_parity(
+        [answer(engine, (0, 1, 3, LAYERS - 1))], engine[0], EPS, states.EXACT
+    )
     assert (check.name, check.verdict) == ("teacher_parity", "fail")
 
 
 def test_a_missing_final_norm_is_caught(engine):
     without = engine[0]._replace(norm_weight=torch.ones(32))
-    check = live.teacher_parity([answer(engine, (1, 2, 4, LAYERS))], without, EPS, live.EXACT)
+    check = states.teacher_parity([answer(engine, (1, 2, 4, LAYERS))], without, EPS, states.EXACT)
     assert (check.name, check.verdict) == ("teacher_parity", "fail")
 
 
 def test_truncated_and_broken_states_are_caught(engine):
     right = answer(engine, (1, 2, 4, LAYERS))
     short = replace(right, states=right.states[:-16])
-    check = live.states_complete([short], 32, 4)
+    check = states.states_complete([short], 32, 4)
     assert (check.name, check.verdict, "truncated" in check.reason) == ("states", "fail", True)
     broken = right.states.clone()
     broken[3, 1, 5] = float("nan")
-    assert live.states_complete([replace(right, states=broken)], 32, 4).verdict == "fail"
-    assert live.agreement("batched", [right.states], [broken], live.EXACT).verdict == "fail"
+    assert states.states_complete([replace(right, states=broken)], 32, 4).verdict == "fail"
+    assert states.agreement("batched", [right.states], [broken], states.EXACT).verdict == "fail"
 
 
 def test_states_of_another_sample_are_caught(engine):
     right = answer(engine, (1, 2, 4, LAYERS))
-    check = live.agreement("prefix_hit", [right.states], [right.states.roll(1, 0)], live.ROUNDED)
+    check = states.agreement(
+        "prefix_hit", [right.states], [right.states.roll(1, 0)], states.ROUNDED
+    )
     assert (check.name, check.verdict) == ("prefix_hit", "fail")
 
 
@@ -123,38 +127,44 @@ def drafts(engine, boundaries):
 def test_drafts_from_other_layers_while_serving_are_caught(engine):
     right = answer(engine, (1, 2, 4, LAYERS))
     lists, drafter, target = drafts(engine, (1, 2, 4, LAYERS))
-    assert live.draft_parity([(right, lists)], drafter, target, live.EXACT).verdict == "ok"
+    assert states.draft_parity([(right, lists)], drafter, target, states.EXACT).verdict == "ok"
     shifted, *_ = drafts(engine, (2, 3, 5, LAYERS))
-    check = live.draft_parity([(right, shifted)], drafter, target, live.ROUNDED)
+    check = states.draft_parity([(right, shifted)], drafter, target, states.ROUNDED)
     assert (check.name, check.verdict) == ("draft_parity", "fail")
-    assert live.draft_parity([(right, [])], drafter, target, live.ROUNDED).verdict == "fail"
+    assert states.draft_parity([(right, [])], drafter, target, states.ROUNDED).verdict == "fail"
 
 
 def test_an_answer_may_part_only_where_two_tokens_tie(engine):
     weights, _, ids = engine
     right = answer(engine, (1, 2, 4, LAYERS))
-    assert live.lossless([right], [ids], weights, EPS, live.EXACT).verdict == "ok"
-    logits = live.teacher_logits(right.states[29:30], weights, EPS)
+    assert states.lossless([right], [ids], weights, EPS, states.EXACT).verdict == "ok"
+    logits = states.teacher_logits(right.states[29:30], weights, EPS)
     second, last = (int(logits.argsort(descending=True)[0, place]) for place in (1, -1))
     gap = float((logits[0, ids[30]] - logits[0, second]) / logits.abs().max())
-    tied = live.Rounding(1.01 * gap, 0.99)
+    tied = states.Rounding(1.01 * gap, 0.99)
     for token, rounding, verdict in (
         (second, tied, "ok"),
-        (second, live.EXACT, "fail"),
+        (second, states.EXACT, "fail"),
         (last, tied, "fail"),
     ):
         changed = (*ids[:30], token, *ids[31:])
-        assert live.lossless([right], [changed], weights, EPS, rounding).verdict == verdict
+        assert states.lossless([right], [changed], weights, EPS, rounding).verdict == verdict
 
 
 def test_rounded_states_pass_and_wrong_ones_still_fail(engine):
     right = answer(engine, (1, 2, 4, LAYERS))
     rounded = replace(right, states=right.states.bfloat16().float())
-    assert live.teacher_parity([rounded], engine[0], EPS, live.ROUNDED).verdict == "ok"
-    assert live.agreement("decoded", [right.states], [rounded.states], live.ROUNDED).verdict == "ok"
+    assert states.teacher_parity([rounded], engine[0], EPS, states.ROUNDED).verdict == "ok"
+    assert (
+        states.agreement("decoded", [right.states], [rounded.states], states.ROUNDED).verdict
+        == "ok"
+    )
     wrong = answer(engine, (0, 1, 3, LAYERS - 1))
-    assert live.teacher_parity([wrong], engine[0], EPS, live.ROUNDED).verdict == "fail"
-    assert live.agreement("decoded", [right.states], [wrong.states], live.ROUNDED).verdict == "fail"
+    assert states.teacher_parity([wrong], engine[0], EPS, states.ROUNDED).verdict == "fail"
+    assert (
+        states.agreement("decoded", [right.states], [wrong.states], states.ROUNDED).verdict
+        == "fail"
+    )
 
 
 def test_a_node_with_other_versions_is_named():

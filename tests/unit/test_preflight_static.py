@@ -113,6 +113,17 @@ def test_a_target_vllm_cannot_tap_is_told_who_could_serve_it(target, tmp_path):
     assert "sglang 0.5.23 could serve" in check.reason
 
 
+def test_layers_are_read_by_hooks_only_by_consent_and_uncompiled(target, tmp_path):
+    glm = {**LLAMA, "architectures": ["Glm4MoeForCausalLM"]}
+    (target / "config.json").write_text(json.dumps(glm))
+    named = {"tap_by_hooks": "Glm4MoeForCausalLM"}
+    check = only_failure(config(tmp_path, target=named))
+    assert (check.name, "enforce_eager" in check.action) == ("capture", True)
+    assert failed(checks(config(tmp_path, target=named, engine={"enforce_eager": True}))) == []
+    other = {"tap_by_hooks": "MixtralForCausalLM"}
+    assert only_failure(config(tmp_path, target=other)).name == "capture"
+
+
 def test_remote_code_needs_consent_by_name(target, tmp_path):
     code = {"AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
     mine = {**LLAMA, "architectures": ["MineForCausalLM"], "auto_map": code}
@@ -179,6 +190,11 @@ def test_switches_an_engine_does_not_serve_are_caught(target, tmp_path):
     (target / "config.json").write_text(json.dumps(deepseek))
     job = config(tmp_path, drafter={"attention": "mla", "norm_before_fc": True})
     assert "drafter" in failed(checks(job))
+    mla = config(tmp_path, drafter={"attention": "mla"})
+    assert "drafter" not in failed(checks(mla))
+    (target / "config.json").write_text(json.dumps({**deepseek, "rope_scaling": None}))
+    (check,) = [check for check in checks(mla) if check.name == "drafter"]
+    assert (check.verdict, "YaRN only" in check.reason) == ("fail", True)
 
 
 def test_a_missing_or_foreign_directory_is_one_failed_check(tmp_path):
