@@ -123,6 +123,7 @@ def walk(
     drafter, frozen = read_drafter(config, directory, own)
     drafter, frozen = drafter.to(device), frozen.to(device, own)
     columns = [captured.index(boundary) for boundary in tapped]
+    depth = max(config.evaluate.max_k, config.evaluate.num_speculative_tokens)
     found = []
     for pack in packs:
         array = torch.from_numpy(ray.get(pack.states).copy())
@@ -135,7 +136,7 @@ def walk(
             mask = np.arange(len(ids)) >= len(answer.prompt_ids)
             part = states[first : first + len(ids) - 1]
             first += len(ids) - 1
-            plan = plan_rows([ids], [mask], config.evaluate.max_k).to(device)
+            plan = plan_rows([ids], [mask], depth).to(device)
             batch = PackedBatch(plan, part[:, :-1].flatten(1), part[:, -1])
             found.append(walk_batch(drafter, frozen, batch)[1])
     return found
