@@ -48,7 +48,7 @@ def _facts(config: Json, facts: Json) -> Json:
 
 def _acceptance(rows: Sequence[Json]) -> str:
     header = ["dataset", "draft tokens", "concurrency", "temperature", "acceptance length"]
-    header += ["95 % interval", "per position", "speedup", "distinct bigrams"]
+    header += ["95 % interval", "expected", "per position", "speedup", "distinct bigrams"]
     lines = [
         [
             row["dataset"],
@@ -57,17 +57,23 @@ def _acceptance(rows: Sequence[Json]) -> str:
             f"{row['temperature']:g}",
             f"{row['acceptance_length']:.2f}",
             " to ".join(f"{edge:.2f}" for edge in row["acceptance_interval"] or []) or "-",
+            _number(row["expected_acceptance_length"]),
             " ".join(f"{share:.2f}" for share in row["per_position_acceptance"]),
-            "-" if row["speedup"] is None else f"{row['speedup']:.2f}x",
-            "-" if row["distinct_bigram"] is None else f"{row['distinct_bigram']:.2f}",
+            _number(row["speedup"], "x"),
+            _number(row["distinct_bigram"]),
         ]
         for row in rows
     ]
     where = f"{rows[0]['hardware']}, {rows[0]['engine']}"
     return (
         _table(header, lines)
-        + f"\n\nMeasured in the engine ({where}). Acceptance length counts the bonus token."
+        + f"\n\nMeasured in the engine ({where}). Acceptance length counts the bonus token; expected is the "
+        "estimate from walking the same answers."
     )
+
+
+def _number(value: float | None, unit: str = "") -> str:
+    return "-" if value is None else f"{value:.2f}{unit}"
 
 
 def _launch(name: str, config: Json, facts: Json) -> list[str]:
