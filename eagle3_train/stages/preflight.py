@@ -105,12 +105,13 @@ def _live(config: JobConfig, facts: TargetFacts) -> list[Check]:
         return live_checks(config, facts)
     gpus = config.engine.tensor_parallel if config.engine.gpus_per_worker else 0
     threads = str(max(1, int(config.engine.cpus)))
-    boot = ray.remote(live_checks).options(
+    boot = ray.remote(
         num_gpus=gpus,
         num_cpus=config.engine.cpus,
         max_retries=0,
+        max_calls=1,  # the process takes what vLLM leaves behind with it
         runtime_env={"env_vars": ENVIRONMENT | {"OMP_NUM_THREADS": threads}},
-    )
+    )(live_checks)
     running = boot.remote(config, facts)
     while not ray.wait([running], timeout=LOG_EVERY_S)[0]:
         log.info(
