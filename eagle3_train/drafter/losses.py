@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.layers import rms_norm
-from eagle3_train.drafter.matmul import weight_ops
+from eagle3_train.drafter.matmul import merged_runs, weight_ops
 from eagle3_train.drafter.rows import PackedBatch, RowPlan
 from eagle3_train.drafter.stepwise import wide
 
@@ -155,15 +155,8 @@ class _DraftHead(Function):
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
     """One tensor of all pieces' rows, to be overwritten: their Stack if they fill one, else a copy."""
-    rows, first = sum(len(piece) for piece in pieces), pieces[0].detach()
-    offset = first.storage_offset()
-    for piece in pieces:
-        if not piece.is_contiguous() or piece.storage_offset() != offset:
-            return torch.cat(list(pieces))
-        if piece.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
-            return torch.cat(list(pieces))
-        offset += piece.numel()
-    return first.as_strided((rows, first.shape[1]), first.stride(), first.storage_offset())
+    runs = list(merged_runs([(piece.detach(),) for piece in pieces]))
+    return runs[0][0] if len(runs) == 1 else torch.cat(list(pieces))
 
 
 def draft_loss(
@@ -180,9 +173,8 @@ def draft_loss(
 
     Overwrites `head_inputs` (all steps' normed outputs, step after step) with their gradients.
     """
-    call = _HeadCall(
-        supervision, rows.slots, weights, kind, torch.is_grad_enabled(), with_argmax, fp8
-    )
+    with_grad = torch.is_grad_enabled()
+    call = _HeadCall(supervision, rows.slots, weights, kind, with_grad, with_argmax, fp8)
     out: tuple[Tensor, Tensor | None] = _DraftHead.apply(weight, call, *head_inputs)  # type: ignore[no-untyped-call]
     return out
 

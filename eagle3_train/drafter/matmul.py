@@ -6,7 +6,6 @@ the first and per column of the second (`torch._scaled_mm`, bf16 out), each prod
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -14,27 +13,6 @@ from torch import Tensor
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """(x, dy) of each use of a weight."""
-
-
-@runtime_checkable
-class WeightOps(Protocol):
-    """Products with one weight [out, in]."""
-
-    weight: Tensor
-
-    def forward(self, x: Tensor, add: Tensor | None, out: Tensor | None) -> Tensor:
-        """x W^T (+ add), into `out` if given."""
-
-    def input_gradient(self, dy: Tensor, out: Tensor | None) -> Tensor:
-        """dy W, into `out` if given."""
-
-    def weight_gradient(self, pairs: Pairs, total: Tensor | None) -> Tensor:
-        """Sum of dy^T x, added to `total` (in place) if given."""
-
-
-def weight_ops(weight: Float[Tensor, "out in"], fp8: bool) -> WeightOps:
-    """The products of a weight in its own dtype, or in fp8."""
-    return Fp8Weight(weight) if fp8 else PlainWeight(weight)
 
 
 def _continues(run: Tensor, rows: int, piece: Tensor) -> bool:
@@ -45,55 +23,57 @@ def _continues(run: Tensor, rows: int, piece: Tensor) -> bool:
     )
 
 
-def merged_runs(pairs: Pairs) -> Iterator[tuple[Tensor, Tensor]]:
-    """Merge neighbouring pairs that continue each other in memory, on both sides."""
-    pairs = [pair for pair in pairs if len(pair[0])]
+def merged_runs(pieces: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[Tensor, ...]]:
+    """Merge neighbouring pieces (tensors of as many rows) whose tensors all continue each other in memory."""
+    pieces = [piece for piece in pieces if len(piece[0])]
     i = 0
-    while i < len(pairs):
-        (x, dy), rows, j = pairs[i], len(pairs[i][0]), i + 1
-        while j < len(pairs) and all(
-            _continues(a, rows, b) for a, b in zip((x, dy), pairs[j], strict=True)
+    while i < len(pieces):
+        run, rows, j = pieces[i], len(pieces[i][0]), i + 1
+        while j < len(pieces) and all(
+            _continues(a, rows, b) for a, b in zip(run, pieces[j], strict=True)
         ):
-            rows += len(pairs[j][0])
+            rows += len(pieces[j][0])
             j += 1
-        merged = [t.as_strided((rows, t.shape[1]), t.stride(), t.storage_offset()) for t in (x, dy)]
-        yield merged[0], merged[1]
+        yield tuple(t.as_strided((rows, t.shape[1]), t.stride(), t.storage_offset()) for t in run)
         i = j
 
 
 class PlainWeight:
-    """Products in the weight's dtype."""
+    """Products with one weight [out, in], in its own dtype."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight.detach()
 
     def forward(self, x: Tensor, add: Tensor | None, out: Tensor | None) -> Tensor:
-        """x W^T (+ add)."""
+        """x W^T (+ add), into `out` if given."""
         out = x.new_empty(len(x), len(self.weight)) if out is None else out
         if add is None:
             return torch.mm(x, self.weight.t(), out=out)
         return torch.addmm(add, x, self.weight.t(), out=out)
 
     def input_gradient(self, dy: Tensor, out: Tensor | None) -> Tensor:
-        """dy W."""
+        """dy W, into `out` if given."""
         return torch.mm(dy, self.weight) if out is None else torch.mm(dy, self.weight, out=out)
 
     def weight_gradient(self, pairs: Pairs, total: Tensor | None) -> Tensor:
-        """Sum of dy^T x: one product per run of memory."""
+        """Sum of dy^T x, one product per run of memory, added to `total` (in place) if given."""
         for x, dy in merged_runs(pairs):
-            total = torch.mm(dy.t(), x) if total is None else total.addmm_(dy.t(), x)
+            total = self._add(total, dy, x)
         return torch.zeros_like(self.weight) if total is None else total
 
+    def _add(self, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
+        return torch.mm(dy.t(), x) if total is None else total.addmm_(dy.t(), x)
 
-class Fp8Weight:
-    """Products in fp8. The weight is rounded once per direction and forward pass."""
+
+class Fp8Weight(PlainWeight):
+    """The same products in fp8. The weight is rounded once per direction and forward pass."""
 
     def __init__(self, weight: Tensor) -> None:
         if any(size % 16 for size in weight.shape):
             raise ValueError(
                 f"fp8 needs weight sizes that are multiples of 16, got {tuple(weight.shape)}."
             )
-        self.weight = weight.detach()
+        super().__init__(weight)
 
     @cached_property
     def _rows(self) -> tuple[Tensor, Tensor]:
@@ -104,23 +84,25 @@ class Fp8Weight:
         return round_columns(self.weight)
 
     def forward(self, x: Tensor, add: Tensor | None, out: Tensor | None) -> Tensor:
-        """x W^T (+ add)."""
+        """x W^T (+ add), into `out` if given."""
         y = _scaled(round_rows(x), self._rows, x.dtype)
         if add is not None:
             return torch.add(y, add, out=out)
         return y if out is None else out.copy_(y)
 
     def input_gradient(self, dy: Tensor, out: Tensor | None) -> Tensor:
-        """dy W."""
+        """dy W, into `out` if given."""
         dx = _scaled(round_rows(dy), self._columns, dy.dtype)
         return dx if out is None else out.copy_(dx)
 
-    def weight_gradient(self, pairs: Pairs, total: Tensor | None) -> Tensor:
-        """Sum of dy^T x."""
-        for x, dy in merged_runs(pairs):
-            part = _scaled(round_columns(dy), round_columns(x), dy.dtype)
-            total = part if total is None else total.add_(part)
-        return torch.zeros_like(self.weight) if total is None else total
+    def _add(self, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
+        part = _scaled(round_columns(dy), round_columns(x), dy.dtype)
+        return part if total is None else total.add_(part)
+
+
+def weight_ops(weight: Float[Tensor, "out in"], fp8: bool) -> PlainWeight:
+    """The products of a weight in its own dtype, or in fp8."""
+    return Fp8Weight(weight) if fp8 else PlainWeight(weight)
 
 
 E4M3_MAX = 448.0
@@ -145,9 +127,7 @@ def round_rows(x: Float[Tensor, "rows inner"]) -> tuple[Tensor, Float[Tensor, "r
     return (x.float() / scale).to(torch.float8_e4m3fn), scale
 
 
-def round_columns(
-    x: Float[Tensor, "inner columns"],
-) -> tuple[Tensor, Float[Tensor, "columns 1"]]:
+def round_columns(x: Float[Tensor, "inner columns"]) -> tuple[Tensor, Float[Tensor, "columns 1"]]:
     """x^T in e4m3, and the scale of each column of x; rows are padded with zeros to a multiple of 16."""
     if x.is_cuda:
         from eagle3_train.drafter import fp8_kernels

@@ -99,21 +99,26 @@ class AdamW(torch.optim.Optimizer):
         """Clip, update, and return the norm before clipping. A non-finite norm leaves everything as it was."""
         assert closure is None
         norm = self.grad_norm()
-        inverse = torch.clamp(
-            (norm + 1e-6) / self.max_grad_norm, min=1.0
-        )  # gradients are divided by it
+        inverse = torch.clamp((norm + 1e-6) / self.max_grad_norm, min=1.0)  # divides gradients
         skip = (~norm.isfinite()).float()
         for group in self.param_groups:
             kept = [p for p in group["params"] if p.grad is not None]
-            states = [self._state(p) for p in kept]
-            if kept and kept[0].is_cuda and kept[0].dtype == torch.bfloat16:
-                self._triton_update(kept, states, group, inverse, skip)
-            else:
-                self._torch_update(kept, states, group, inverse, skip)
+            if kept:
+                on_triton = kept[0].is_cuda and kept[0].dtype == torch.bfloat16
+                update = _triton_update if on_triton else _torch_update
+                states = [{name: _local(t) for name, t in self._state(p).items()} for p in kept]
+                update(
+                    [_local(p) for p in kept],
+                    [_local(p.grad) for p in kept],
+                    states,
+                    group,
+                    inverse,
+                    skip,
+                )
         return norm
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
-        state = self.state[parameter]
+        state: dict[str, Tensor] = self.state[parameter]
         if not state:
             device = _local(parameter).device
             state["step"] = torch.zeros((), dtype=torch.float32, device=device)
@@ -121,64 +126,51 @@ class AdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
             if parameter.dtype != torch.float32:
                 state["master"] = parameter.detach().to(torch.float32)
-        return state  # type: ignore[no-any-return]
+        return state
 
-    @staticmethod
-    def _torch_update(
-        parameters: list[Tensor],
-        states: list[dict[str, Tensor]],
-        group: dict[str, Any],
-        inverse: Tensor,
-        skip: Tensor,
-    ) -> None:
-        masters = [_local(s.get("master", p)) for p, s in zip(parameters, states, strict=True)]
-        adamw(
-            masters,
-            [_local(p.grad).float() for p in parameters if p.grad is not None],
-            [_local(s["exp_avg"]) for s in states],
-            [_local(s["exp_avg_sq"]) for s in states],
-            [],
-            [s["step"] for s in states],
-            fused=True,
-            grad_scale=inverse,
-            found_inf=skip,
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        for parameter, state, master in zip(parameters, states, masters, strict=True):
-            if "master" in state:
-                _local(parameter).copy_(master)
 
-    @staticmethod
-    def _triton_update(
-        parameters: list[Tensor],
-        states: list[dict[str, Tensor]],
-        group: dict[str, Any],
-        inverse: Tensor,
-        skip: Tensor,
-    ) -> None:
-        from eagle3_train.training import optim_kernels
+def _torch_update(
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+    inverse: Tensor,
+    skip: Tensor,
+) -> None:
+    masters = [state.get("master", p) for p, state in zip(parameters, states, strict=True)]
+    adamw(
+        masters,
+        [grad.float() for grad in grads],
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
+        [],
+        [state["step"] for state in states],
+        fused=True,
+        grad_scale=inverse,
+        found_inf=skip,
+        amsgrad=False,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        lr=group["lr"],
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        maximize=False,
+    )
+    for parameter, master in zip(parameters, masters, strict=True):
+        if master is not parameter:
+            parameter.copy_(master)
 
-        torch._foreach_add_([s["step"] for s in states], 1 - skip)
-        for parameter, state in zip(parameters, states, strict=True):
-            assert parameter.grad is not None
-            optim_kernels.adamw_(
-                _local(parameter),
-                _local(parameter.grad),
-                _local(state["master"]),
-                _local(state["exp_avg"]),
-                _local(state["exp_avg_sq"]),
-                state["step"],
-                inverse,
-                skip,
-                group["lr"],
-                group["betas"][0],
-                group["betas"][1],
-                group["eps"],
-                group["weight_decay"],
-            )
+
+def _triton_update(
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+    inverse: Tensor,
+    skip: Tensor,
+) -> None:
+    from eagle3_train.training import optim_kernels
+
+    torch._foreach_add_([state["step"] for state in states], 1 - skip)
+    for parameter, grad, state in zip(parameters, grads, states, strict=True):
+        optim_kernels.adamw_(parameter, grad, state, group, inverse, skip)

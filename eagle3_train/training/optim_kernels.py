@@ -3,6 +3,9 @@
 # Triton functions are typed by Triton.
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
 
+from collections.abc import Mapping
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,24 +37,18 @@ def _adamw(
 def adamw_(
     parameter: Tensor,
     grad: Tensor,
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
+    state: Mapping[str, Tensor],
+    group: Mapping[str, Any],
     inverse: Tensor,
     skip: Tensor,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
 ) -> None:
-    """Update in place; the gradient is divided by `inverse`, nothing happens where `skip` is not 0."""
+    """Update parameter and state (master, exp_avg, exp_avg_sq; `step` is read) in place; the gradient is divided by
+    `inverse`, nothing happens where `skip` is not 0."""
     assert parameter.is_contiguous()
     assert grad.is_contiguous()
     total = parameter.numel()
     if total:
         _adamw[(triton.cdiv(total, 2048),)](
-            parameter, grad, master, exp_avg, exp_avg_sq, step, inverse, skip,
-            lr, beta1, beta2, eps, weight_decay, total, BLOCK=2048, num_warps=8,
+            parameter, grad, state["master"], state["exp_avg"], state["exp_avg_sq"], state["step"], inverse, skip,
+            group["lr"], *group["betas"], group["eps"], group["weight_decay"], total, BLOCK=2048, num_warps=8,
         )  # fmt: skip

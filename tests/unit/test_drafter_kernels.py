@@ -217,25 +217,25 @@ def test_adamw_on_bf16_parameters():
     from eagle3_train.training import optim_kernels
     from eagle3_train.training.optim import AdamW
 
-    ours = normal(40, 50).bfloat16().requires_grad_()
-    theirs = ours.detach().clone().requires_grad_()
+    ours = normal(40, 50).bfloat16()
+    theirs = ours.clone().requires_grad_()
     optimiser = AdamW([theirs], lr=1e-2, weight_decay=0.1)
     state = {n: torch.zeros(40, 50) for n in ("exp_avg", "exp_avg_sq")}
-    master, step, skip = ours.detach().float(), torch.zeros(()), torch.zeros(())
+    state |= {"master": ours.float(), "step": torch.zeros(())}
+
+    def update(grad, skip):
+        inverse = torch.clamp((grad.float().norm() + 1e-6) / 1.0, min=1.0)
+        group = optimiser.param_groups[0]
+        optim_kernels.adamw_(ours, grad, state, group, inverse, torch.tensor(skip))
+
     for seed in range(3):
         theirs.grad = normal(40, 50, seed=seed).bfloat16()
-        inverse = torch.clamp((theirs.grad.float().norm() + 1e-6) / 1.0, min=1.0)
-        step += 1
-        optim_kernels.adamw_(
-            ours.detach(), theirs.grad, master, state["exp_avg"], state["exp_avg_sq"], step, inverse, skip,
-            1e-2, 0.9, 0.95, 1e-8, 0.1,
-        )  # fmt: skip
+        state["step"] += 1
+        update(theirs.grad, skip=0.0)
         optimiser.step()
+    master = state["master"]
     torch.testing.assert_close(master, optimiser.state[theirs]["master"], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(ours.detach(), theirs.detach(), rtol=1e-2, atol=1e-3)
+    torch.testing.assert_close(ours, theirs.detach(), rtol=1e-2, atol=1e-3)
     before = master.clone()
-    optim_kernels.adamw_(
-        ours.detach(), theirs.grad, master, state["exp_avg"], state["exp_avg_sq"], step, inverse, torch.ones(()),
-        1e-2, 0.9, 0.95, 1e-8, 0.1,
-    )  # fmt: skip
+    update(theirs.grad, skip=1.0)
     assert torch.equal(master, before)
