@@ -42,7 +42,9 @@ def read_frozen(path: str | Path, dtype: torch.dtype | None = None) -> FrozenWei
     tensors = {}
     for what, (name, file) in locate_frozen(facts).items():
         with safe_open(file, framework="pt") as stored:
-            tensor = stored.get_tensor(name)[: facts.vocab_size]
+            tensor = stored.get_tensor(name)
+        if tensor.ndim == 2:
+            tensor = tensor[: facts.vocab_size]
         tensors[what] = tensor if dtype is None else tensor.to(dtype)
     embed, norm = tensors["embedding"], tensors["final norm"]
     head = tensors.get("lm_head", embed)

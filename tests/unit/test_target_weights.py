@@ -53,6 +53,17 @@ def test_wrapper_prefixes_are_seen_through(tmp_path, prefix, head):
     assert torch.equal(norm, NORM)
 
 
+def test_a_norm_wider_than_the_vocabulary_is_read_whole(tmp_path):
+    tensors = {
+        "model.embed_tokens.weight": EMBED[:3],
+        "lm_head.weight": HEAD,
+        "model.norm.weight": NORM,
+    }
+    embed, lm_head, norm = read_frozen(target(tmp_path, tensors, vocab_size=3))
+    assert torch.equal(norm, NORM)
+    assert len(embed) == len(lm_head) == 3
+
+
 def test_layers_towers_and_mtp_modules_are_not_mistaken_for_the_model(tmp_path):
     tensors = layout("model.", "lm_head.weight")
     for decoy in (
