@@ -26,6 +26,8 @@ from eagle3_train.drafter.stepwise import Stack, wide
 
 Angles = tuple[Tensor, Tensor]
 """(cos, sin) of each row, [rows, rope_dim / 2]."""
+Saved = tuple[Tensor, Tensor, Tensor, Tensor]
+"""query, out, log-sum-exp of the scores (base 2 on CUDA) and d_out of one step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +58,9 @@ class QueryRows:
 
     def documents(self) -> Iterator[tuple[Tensor, int, int, Tensor]]:
         """(rows, first key, last key + 1, own key of each row relative to the first) per document."""
-        begins, sizes = self.begin.unique_consecutive(return_counts=True)
-        parts = zip(
-            begins.tolist(),
-            self.order.split(sizes.tolist()),
-            self.end.split(sizes.tolist()),
-            strict=True,
-        )
+        begins, counts = self.begin.unique_consecutive(return_counts=True)
+        sizes = counts.tolist()
+        parts = zip(begins.tolist(), self.order.split(sizes), self.end.split(sizes), strict=True)
         for begin, rows, end in parts:
             yield rows, begin, int(end[-1]), end - 1 - begin
 
@@ -155,12 +153,11 @@ class StepAttention:
         self.turn_(self.split(grads)[0], angles, back=True)
         return self.d_key_value.step(k).copy_(grads)
 
-    def layout(self, k: int, rows: QueryRows) -> "KeyLayout":
+    def layout(self, k: int, rows: QueryRows) -> KeyLayout:
         """What the kernels need to find a step's keys."""
         order, heads = (rows.order, rows.begin, rows.end), (self.heads, self.kv_heads)
-        return KeyLayout(
-            self.store.whole(), k, heads, order, self.context, self.offsets, self.scale
-        )
+        store = self.store.whole()
+        return KeyLayout(store, k, heads, order, self.context, self.offsets, self.scale)
 
     def pairs(self, stack: Stack, count: int) -> tuple[list[Tensor], list[Tensor]]:
         """Key and value views of the first `count` steps of a Stack."""
@@ -203,24 +200,22 @@ class _Attend(Function):
         return d_query.flatten(1), state.pop(k, ctx.rows.key_angles), None, None
 
 
+def _dots(x: Tensor, context: Tensor, later: list[Tensor], rows: Tensor) -> Tensor:
+    """x [rows, kv_heads, group, dim] with a document's step-0 keys and with each row's own later ones: [kv_heads,
+    group, rows, context keys + diagonal]; values in place of keys when x is a gradient."""
+    diagonal = [torch.einsum("mhgd,mhd->hgm", x, y.index_select(0, rows)) for y in later]
+    causal = torch.einsum("mhgd,jhd->hgmj", x, context)
+    return torch.cat([causal, *(part[..., None] for part in diagonal)], -1)
+
+
 def _scores(
-    query: Tensor,
-    keys: list[Tensor],
-    rows: Tensor,
-    span: tuple[int, int],
-    own: Tensor,
-    scale: float,
+    query: Tensor, context: Tensor, later: list[Tensor], rows: Tensor, own: Tensor
 ) -> Tensor:
-    """[kv_heads, group, rows, context keys + diagonal] of one document's rows."""
-    first, last = span
-    causal = torch.einsum("mhgd,jhd->hgmj", query, keys[0][first:last]) * scale
-    hidden = torch.arange(last - first, device=own.device) > own[:, None]
-    causal = causal.masked_fill(hidden, float("-inf"))
-    diagonal = [
-        torch.einsum("mhgd,mhd->hgm", query, key.index_select(0, rows))[..., None] * scale
-        for key in keys[1:]
-    ]
-    return torch.cat([causal, *diagonal], -1)
+    """Scores of one document's rows before scaling, -inf at keys past the row's own."""
+    scores = _dots(query, context, later, rows)
+    hidden = torch.arange(len(context), device=own.device) > own[:, None]
+    scores[..., : len(context)].masked_fill_(hidden, float("-inf"))
+    return scores
 
 
 def _forward(
@@ -232,7 +227,7 @@ def _forward(
     out, lse = out.view(len(out), *heads, -1), lse.view(len(lse), *heads)
     for picked, first, last, own in rows.documents():
         part = grouped.index_select(0, picked)
-        scores = _scores(part, keys, picked, (first, last), own, state.scale)
+        scores = _scores(part, keys[0][first:last], keys[1:], picked, own) * state.scale
         norm = scores.logsumexp(-1)
         weights = (scores - norm[..., None]).exp_()
         part = torch.einsum("hgmj,jhd->mhgd", weights[..., : last - first], values[0][first:last])
@@ -242,13 +237,7 @@ def _forward(
         lse.index_copy_(0, picked.long(), norm.permute(2, 0, 1).to(lse.dtype))
 
 
-def _backward(
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    state: StepAttention,
-    rows: QueryRows,
-    k: int,
-    d_query: Tensor,
-) -> None:
+def _backward(saved: Saved, state: StepAttention, rows: QueryRows, k: int, d_query: Tensor) -> None:
     """Write the query's gradient and add to those of keys and values. Scores are recomputed."""
     query, out, lse, d_out = saved
     heads = (state.kv_heads, state.heads // state.kv_heads)
@@ -260,15 +249,11 @@ def _backward(
     delta = (out.view(d_out.shape) * d_out).sum(-1)
     for picked, first, last, own in rows.documents():
         q, do = grouped.index_select(0, picked), d_out.index_select(0, picked)
-        scores = _scores(q, keys, picked, (first, last), own, scale)
+        scores = _scores(q, keys[0][first:last], keys[1:], picked, own) * scale
         weights = (scores - lse.index_select(0, picked).permute(1, 2, 0)[..., None]).exp_()
-        parts = [torch.einsum("mhgd,jhd->hgmj", do, values[0][first:last])]
-        for value in values[1:]:
-            parts.append(
-                torch.einsum("mhgd,mhd->hgm", do, value.index_select(0, picked))[..., None]
-            )
+        d_weights = _dots(do, values[0][first:last], values[1:], picked)
         shift = delta.index_select(0, picked).permute(1, 2, 0)[..., None]
-        d_scores = (weights * (torch.cat(parts, -1) - shift) * scale).to(q.dtype)
+        d_scores = (weights * (d_weights - shift) * scale).to(q.dtype)
         weights = weights.to(q.dtype)
         causal = d_scores[..., : last - first]
         dq = torch.einsum("hgmj,jhd->mhgd", causal, keys[0][first:last])

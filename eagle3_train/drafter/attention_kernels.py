@@ -15,14 +15,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle3_train.drafter.attention import KeyLayout
+from eagle3_train.drafter.attention import KeyLayout, Saved
 
 LOG2E = 1.4426950408889634
 
 
 @triton.jit
-def _tile(order, begin, end, count, ROWS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr):
-    """Row ids and visible range of the tile's ROWS * LANES lines, and the ranges [lo, a), [a, b), [b, hi).
+def _key_head(store, HEADS, GROUP, DIM, VALUE_DIM):
+    """This program's key head and value head in a store, and the distance between its rows."""
+    kv_head = tl.program_id(1)
+    KV_HEADS: tl.constexpr = HEADS // GROUP
+    values = store + KV_HEADS * DIM + kv_head * VALUE_DIM
+    return store + kv_head * DIM, values, KV_HEADS * (DIM + VALUE_DIM)
+
+
+@triton.jit
+def _tile(order, begin, end, count, GROUP, LANES: tl.constexpr, ROWS: tl.constexpr, STEP):
+    """Row and head of the tile's ROWS * LANES lines, the range of keys each sees, and the edges of the tile's.
 
     LANES is GROUP rounded up to a power of two; the lanes beyond GROUP are dead.
     """
@@ -31,25 +40,26 @@ def _tile(order, begin, end, count, ROWS: tl.constexpr, GROUP: tl.constexpr, LAN
     at = first + line // LANES
     live = (at < count) & (line % LANES < GROUP)
     row = tl.load(order + at, mask=live, other=0).to(tl.int64)
-    row_begin = tl.load(begin + at, mask=live, other=0)
-    row_end = tl.load(end + at, mask=live, other=0)
+    since = tl.load(begin + at, mask=live, other=0)
+    until = tl.load(end + at, mask=live, other=0)
     last = tl.minimum(first + ROWS, count) - 1
     lo, hi = tl.load(begin + first), tl.load(end + last)
     full_lo, full_hi = tl.load(begin + last), tl.load(end + first)
-    return row, line % LANES, live, row_begin, row_end, lo, hi, full_lo, full_hi
+    head = tl.program_id(1) * GROUP + line % LANES
+    return row, head, live, since, until, _edges(lo, hi, full_lo, full_hi, STEP)
 
 
 @triton.jit
-def _split(lo, hi, full_lo, full_hi, STEP: tl.constexpr):
-    """Boundaries a, b of the unmasked middle, multiples of STEP from lo."""
+def _edges(lo, hi, full_lo, full_hi, STEP: tl.constexpr):
+    """lo, a, b, hi: the range [lo, hi) and its unmasked middle [a, b); a and b are multiples of STEP from lo."""
     a = tl.minimum(lo + tl.cdiv(tl.maximum(full_lo - lo, 0), STEP) * STEP, hi)
     b = tl.maximum(a + (full_hi - a) // STEP * STEP, a)
-    return a, tl.where(full_hi > a, b, a)
+    return lo, a, tl.where(full_hi > a, b, a), hi
 
 
 @triton.jit
 def _forward_range(
-    acc, top, total, q, keys, values, stride, start, stop, row_begin, row_end, scale,
+    acc, top, total, q, keys, values, stride, start, stop, since, until, scale,
     DIM, VALUE_DIM, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -62,7 +72,7 @@ def _forward_range(
         k = tl.load(keys + at + d[None], mask=k_mask, other=0.0)
         s = tl.dot(q, tl.trans(k)) * scale
         if MASKED:
-            seen = (j[None] >= row_begin[:, None]) & (j[None] < row_end[:, None])
+            seen = (j[None] >= since[:, None]) & (j[None] < until[:, None])
             s = tl.where(seen, s, -float("inf"))
         higher = tl.maximum(top, tl.max(s, 1))
         safe = tl.where(higher == -float("inf"), 0.0, higher) if MASKED else higher
@@ -81,73 +91,33 @@ def _forward(
     HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    kv_head = tl.program_id(1)
-    KV_HEADS: tl.constexpr = HEADS // GROUP
-    stride = KV_HEADS * (DIM + VALUE_DIM)
-    keys, values = store + kv_head * DIM, store + KV_HEADS * DIM + kv_head * VALUE_DIM
-    row, member, live, row_begin, row_end, lo, hi, full_lo, full_hi = _tile(
-        order, begin, end, count, ROWS, GROUP, LANES
-    )
-    head = kv_head * GROUP + member
+    keys, values, stride = _key_head(store, HEADS, GROUP, DIM, VALUE_DIM)
+    row, head, live, since, until, edges = _tile(order, begin, end, count, GROUP, LANES, ROWS, KEYS)
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    q_at = row * (HEADS * DIM) + head * DIM
-    q = tl.load(query + q_at[:, None] + d[None], mask=live[:, None] & (d < DIM)[None], other=0.0)
+    q_at, out_at = row * (HEADS * DIM) + head * DIM, row * (HEADS * VALUE_DIM) + head * VALUE_DIM
+    q_mask, out_mask = live[:, None] & (d < DIM)[None], live[:, None] & (dv < VALUE_DIM)[None]
+    q = tl.load(query + q_at[:, None] + d[None], mask=q_mask, other=0.0)
     acc = tl.zeros((ROWS * LANES, BLOCK_V), tl.float32)
     top = tl.full((ROWS * LANES,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS * LANES,), tl.float32)
-    a, b = _split(lo, hi, full_lo, full_hi, KEYS)
-    acc, top, total = _forward_range(
-        acc, top, total, q, keys, values, stride, lo, a, row_begin, row_end, scale,
-        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, True,
-    )  # fmt: skip
-    acc, top, total = _forward_range(
-        acc, top, total, q, keys, values, stride, a, b, row_begin, row_end, scale,
-        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, False,
-    )  # fmt: skip
-    acc, top, total = _forward_range(
-        acc, top, total, q, keys, values, stride, b, hi, row_begin, row_end, scale,
-        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, True,
-    )  # fmt: skip
+    for part in tl.static_range(3):
+        acc, top, total = _forward_range(
+            acc, top, total, q, keys, values, stride, edges[part], edges[part + 1], since, until, scale,
+            DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, part != 1,
+        )  # fmt: skip
     for step in range(1, steps + 1):
         at = (context + tl.load(offsets + step) - tl.load(offsets + 1) + row) * stride
-        k = tl.load(keys + at[:, None] + d[None], mask=live[:, None] & (d < DIM)[None], other=0.0)
+        k = tl.load(keys + at[:, None] + d[None], mask=q_mask, other=0.0)
         s = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * scale
         higher = tl.maximum(top, s)
         p, shrink = tl.exp2(s - higher), tl.exp2(top - higher)
-        v = tl.load(
-            values + at[:, None] + dv[None], mask=live[:, None] & (dv < VALUE_DIM)[None], other=0.0
-        )
+        v = tl.load(values + at[:, None] + dv[None], mask=out_mask, other=0.0)
         acc = acc * shrink[:, None] + p[:, None] * v.to(tl.float32)
         total = total * shrink + p
         top = higher
     total = tl.where(live, total, 1.0)
-    out_at = row * (HEADS * VALUE_DIM) + head * VALUE_DIM
-    inside = live[:, None] & (dv < VALUE_DIM)[None]
-    tl.store(out + out_at[:, None] + dv[None], acc / total[:, None], mask=inside)
+    tl.store(out + out_at[:, None] + dv[None], acc / total[:, None], mask=out_mask)
     tl.store(lse + row * HEADS + head, top + tl.log2(total), mask=live)
-
-
-@triton.jit
-def _query_range(
-    d_q, q, d_out, lse, delta, keys, values, stride, start, stop, row_begin, row_end, scale,
-    DIM, VALUE_DIM, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-    for j0 in range(start, stop, KEYS):
-        j = j0 + tl.arange(0, KEYS)
-        at = j.to(tl.int64)[:, None] * stride
-        k_mask, v_mask = (d < DIM)[None], (dv < VALUE_DIM)[None]
-        if MASKED:
-            k_mask, v_mask = k_mask & (j < stop)[:, None], v_mask & (j < stop)[:, None]
-        k = tl.load(keys + at + d[None], mask=k_mask, other=0.0)
-        v = tl.load(values + at + dv[None], mask=v_mask, other=0.0)
-        p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - lse[:, None])
-        if MASKED:
-            seen = (j[None] >= row_begin[:, None]) & (j[None] < row_end[:, None])
-            p = tl.where(seen, p, 0.0)
-        ds = p * (tl.dot(d_out, tl.trans(v)) - delta[:, None])
-        d_q = tl.dot(ds.to(k.dtype), k, d_q)
-    return d_q
 
 
 @triton.jit
@@ -165,11 +135,10 @@ def _diagonal_gradient(
     head, live = kv_head * GROUP + lane, lane < GROUP
     q_at = (row * (HEADS * DIM) + head * DIM)[:, None] + d[None]
     out_at = (row * (HEADS * VALUE_DIM) + head * VALUE_DIM)[:, None] + dv[None]
-    q = tl.load(query + q_at, mask=live[:, None] & (d < DIM)[None], other=0.0).to(tl.float32)
-    do = tl.load(d_out + out_at, mask=live[:, None] & (dv < VALUE_DIM)[None], other=0.0).to(
-        tl.float32
-    )
-    o = tl.load(out + out_at, mask=live[:, None] & (dv < VALUE_DIM)[None], other=0.0).to(tl.float32)
+    q_mask, out_mask = live[:, None] & (d < DIM)[None], live[:, None] & (dv < VALUE_DIM)[None]
+    q = tl.load(query + q_at, mask=q_mask, other=0.0).to(tl.float32)
+    do = tl.load(d_out + out_at, mask=out_mask, other=0.0).to(tl.float32)
+    o = tl.load(out + out_at, mask=out_mask, other=0.0).to(tl.float32)
     norm = tl.load(lse + row * HEADS + head, mask=live, other=0.0)
     shift = tl.sum(o * do, 1)
     tl.store(delta + row * HEADS + head, shift, mask=live)
@@ -182,13 +151,13 @@ def _diagonal_gradient(
         p = tl.exp2(tl.sum(q * k[None], 1) * scale - norm)
         ds = p * (tl.sum(do * v[None], 1) - shift) * softmax_scale
         d_q += ds[:, None] * k[None]
-        d_k = tl.load(d_store + key_at, mask=d < DIM, other=0.0) + tl.sum(ds[:, None] * q, 0)
-        d_v = tl.load(d_store + value_at, mask=dv < VALUE_DIM, other=0.0) + tl.sum(
-            p[:, None] * do, 0
-        )
+        d_k = tl.load(d_store + key_at, mask=d < DIM, other=0.0)
+        d_k += tl.sum(ds[:, None] * q, 0)
+        d_v = tl.load(d_store + value_at, mask=dv < VALUE_DIM, other=0.0)
+        d_v += tl.sum(p[:, None] * do, 0)
         tl.store(d_store + key_at, d_k, mask=d < DIM)
         tl.store(d_store + value_at, d_v, mask=dv < VALUE_DIM)
-    tl.store(d_query + q_at, d_q, mask=live[:, None] & (d < DIM)[None])
+    tl.store(d_query + q_at, d_q, mask=q_mask)
 
 
 @triton.jit
@@ -198,36 +167,33 @@ def _query_gradient(
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Adds the step-0 keys' share of dQ to the diagonal's."""
-    kv_head = tl.program_id(1)
-    KV_HEADS: tl.constexpr = HEADS // GROUP
-    stride = KV_HEADS * (DIM + VALUE_DIM)
-    keys, values = store + kv_head * DIM, store + KV_HEADS * DIM + kv_head * VALUE_DIM
-    row, member, live, row_begin, row_end, lo, hi, full_lo, full_hi = _tile(
-        order, begin, end, count, ROWS, GROUP, LANES
-    )
-    head = kv_head * GROUP + member
+    keys, values, stride = _key_head(store, HEADS, GROUP, DIM, VALUE_DIM)
+    row, head, live, since, until, edges = _tile(order, begin, end, count, GROUP, LANES, ROWS, KEYS)
     d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     q_at = (row * (HEADS * DIM) + head * DIM)[:, None] + d[None]
-    q_mask = live[:, None] & (d < DIM)[None]
     out_at = (row * (HEADS * VALUE_DIM) + head * VALUE_DIM)[:, None] + dv[None]
+    q_mask, out_mask = live[:, None] & (d < DIM)[None], live[:, None] & (dv < VALUE_DIM)[None]
     q = tl.load(query + q_at, mask=q_mask, other=0.0)
-    do = tl.load(d_out + out_at, mask=live[:, None] & (dv < VALUE_DIM)[None], other=0.0)
+    do = tl.load(d_out + out_at, mask=out_mask, other=0.0)
     shift = tl.load(delta + row * HEADS + head, mask=live, other=0.0)
     norm = tl.load(lse + row * HEADS + head, mask=live, other=0.0)
     d_q = tl.zeros((ROWS * LANES, BLOCK_D), tl.float32)
-    a, b = _split(lo, hi, full_lo, full_hi, KEYS)
-    d_q = _query_range(
-        d_q, q, do, norm, shift, keys, values, stride, lo, a, row_begin, row_end, scale,
-        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, True,
-    )  # fmt: skip
-    d_q = _query_range(
-        d_q, q, do, norm, shift, keys, values, stride, a, b, row_begin, row_end, scale,
-        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, False,
-    )  # fmt: skip
-    d_q = _query_range(
-        d_q, q, do, norm, shift, keys, values, stride, b, hi, row_begin, row_end, scale,
-        DIM, VALUE_DIM, BLOCK_D, BLOCK_V, KEYS, True,
-    )  # fmt: skip
+    for part in tl.static_range(3):
+        for j0 in range(edges[part], edges[part + 1], KEYS):
+            j = j0 + tl.arange(0, KEYS)
+            at = j.to(tl.int64)[:, None] * stride
+            k_mask, v_mask = (d < DIM)[None], (dv < VALUE_DIM)[None]
+            if part != 1:
+                inside = (j < edges[part + 1])[:, None]
+                k_mask, v_mask = k_mask & inside, v_mask & inside
+            k = tl.load(keys + at + d[None], mask=k_mask, other=0.0)
+            v = tl.load(values + at + dv[None], mask=v_mask, other=0.0)
+            p = tl.exp2(tl.dot(q, tl.trans(k)) * scale - norm[:, None])
+            if part != 1:
+                seen = (j[None] >= since[:, None]) & (j[None] < until[:, None])
+                p = tl.where(seen, p, 0.0)
+            ds = p * (tl.dot(do, tl.trans(v)) - shift[:, None])
+            d_q = tl.dot(ds.to(k.dtype), k, d_q)
     diagonal = tl.load(d_query + q_at, mask=q_mask, other=0.0).to(tl.float32)
     tl.store(d_query + q_at, d_q * softmax_scale + diagonal, mask=q_mask)
 
@@ -248,18 +214,17 @@ def _key_range(
         q_mask, out_mask = (d < DIM)[None], (dv < VALUE_DIM)[None]
         if MASKED or LANES != GROUP:
             q_mask, out_mask = q_mask & live[:, None], out_mask & live[:, None]
-        q = tl.load(
-            query + (row * (HEADS * DIM) + head * DIM)[:, None] + d[None], mask=q_mask, other=0.0
-        )
+        q_at = query + (row * (HEADS * DIM) + head * DIM)[:, None] + d[None]
         do_at = (row * (HEADS * VALUE_DIM) + head * VALUE_DIM)[:, None] + dv[None]
+        q = tl.load(q_at, mask=q_mask, other=0.0)
         do = tl.load(d_out + do_at, mask=out_mask, other=0.0)
         norm = tl.load(lse + row * HEADS + head, mask=live, other=0.0)
         shift = tl.load(delta + row * HEADS + head, mask=live, other=0.0)
         p = tl.exp2(tl.dot(k, tl.trans(q)) * scale - norm[None])
         if MASKED:
-            row_begin = tl.load(begin + at, mask=live, other=0)
-            row_end = tl.load(end + at, mask=live, other=0)
-            seen = (j[:, None] >= row_begin[None]) & (j[:, None] < row_end[None])
+            since = tl.load(begin + at, mask=live, other=0)
+            until = tl.load(end + at, mask=live, other=0)
+            seen = (j[:, None] >= since[None]) & (j[:, None] < until[None])
             p = tl.where(seen, p, 0.0)
         d_v = tl.dot(p.to(do.dtype), do, d_v)
         ds = p * (tl.dot(v, tl.trans(do)) - shift[None])
@@ -275,37 +240,25 @@ def _key_gradient(
 ):  # fmt: skip
     """Adds one step's dK and dV of the step-0 keys. `ranges` [4, tiles]: first query, last + 1, unmasked first, last + 1."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
-    KV_HEADS: tl.constexpr = HEADS // GROUP
-    stride = KV_HEADS * (DIM + VALUE_DIM)
-    key_at, value_at = kv_head * DIM, KV_HEADS * DIM + kv_head * VALUE_DIM
+    keys, values, stride = _key_head(store, HEADS, GROUP, DIM, VALUE_DIM)
+    d_keys, d_values, _ = _key_head(d_store, HEADS, GROUP, DIM, VALUE_DIM)
     lo, hi = tl.load(ranges + tile), tl.load(ranges + tiles + tile)
     full_lo, full_hi = tl.load(ranges + 2 * tiles + tile), tl.load(ranges + 3 * tiles + tile)
     if lo < hi:
         j = tile * KEYS + tl.arange(0, KEYS)
         d, dv = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
-        at = (j.to(tl.int64) * stride)[:, None]
-        key_mask, value_mask = (
-            (j < context)[:, None] & (d < DIM)[None],
-            (j < context)[:, None] & (dv < VALUE_DIM)[None],
-        )
-        k = tl.load(store + key_at + at + d[None], mask=key_mask, other=0.0)
-        v = tl.load(store + value_at + at + dv[None], mask=value_mask, other=0.0)
-        d_k = tl.zeros((KEYS, BLOCK_D), tl.float32)
-        d_v = tl.zeros((KEYS, BLOCK_V), tl.float32)
-        a, b = _split(lo, hi, full_lo, full_hi, ROWS)
-        d_k, d_v = _key_range(
-            d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, lo, a, j, kv_head, scale,
-            HEADS, GROUP, LANES, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, True,
-        )  # fmt: skip
-        d_k, d_v = _key_range(
-            d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, a, b, j, kv_head, scale,
-            HEADS, GROUP, LANES, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, False,
-        )  # fmt: skip
-        d_k, d_v = _key_range(
-            d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, b, hi, j, kv_head, scale,
-            HEADS, GROUP, LANES, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, True,
-        )  # fmt: skip
-        own_keys, own_values = d_store + key_at + at + d[None], d_store + value_at + at + dv[None]
+        at, inside = (j.to(tl.int64) * stride)[:, None], (j < context)[:, None]
+        key_mask, value_mask = inside & (d < DIM)[None], inside & (dv < VALUE_DIM)[None]
+        k = tl.load(keys + at + d[None], mask=key_mask, other=0.0)
+        v = tl.load(values + at + dv[None], mask=value_mask, other=0.0)
+        d_k, d_v = tl.zeros((KEYS, BLOCK_D), tl.float32), tl.zeros((KEYS, BLOCK_V), tl.float32)
+        edges = _edges(lo, hi, full_lo, full_hi, ROWS)
+        for part in tl.static_range(3):
+            d_k, d_v = _key_range(
+                d_k, d_v, k, v, query, d_out, lse, delta, order, begin, end, edges[part], edges[part + 1], j, kv_head,
+                scale, HEADS, GROUP, LANES, DIM, VALUE_DIM, BLOCK_D, BLOCK_V, ROWS, part != 1,
+            )  # fmt: skip
+        own_keys, own_values = d_keys + at + d[None], d_values + at + dv[None]
         d_k = d_k * softmax_scale + tl.load(own_keys, mask=key_mask, other=0.0)
         tl.store(own_keys, d_k, mask=key_mask)
         tl.store(own_values, d_v + tl.load(own_values, mask=value_mask, other=0.0), mask=value_mask)
@@ -339,8 +292,8 @@ def _shape(heads: int, kv_heads: int, dim: int, value_dim: int) -> dict[str, int
 def _tile_of(kernel: str, shape: dict[str, int]) -> dict[str, int]:
     """Tile constants and launch options of one kernel."""
     lines, keys, warps, stages = TILES[kernel if shape["BLOCK_D"] <= 128 else f"{kernel}-wide"]
-    rows = max(1, lines // shape["LANES"])
-    return {"ROWS": rows, "KEYS": keys, "num_warps": warps, "num_stages": stages}
+    tile = {"ROWS": max(1, lines // shape["LANES"]), "KEYS": keys}
+    return {**tile, "num_warps": warps, "num_stages": stages}
 
 
 def forward(query: Tensor, layout: KeyLayout, out: Tensor, lse: Tensor) -> None:
@@ -355,13 +308,8 @@ def forward(query: Tensor, layout: KeyLayout, out: Tensor, lse: Tensor) -> None:
         )  # fmt: skip
 
 
-def backward(
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: KeyLayout,
-    d_query: Tensor,
-    d_store: Tensor,
-) -> None:
-    """Write d_query [rows, heads, dim]; add to d_store (fp32, laid out as the store). saved: query, out, lse, d_out."""
+def backward(saved: Saved, layout: KeyLayout, d_query: Tensor, d_store: Tensor) -> None:
+    """Write d_query [rows, heads, dim]; add to d_store (fp32, laid out as the store)."""
     query, out, lse, d_out = saved
     store, step, heads, order, context, offsets, scale = layout
     rows = len(query)

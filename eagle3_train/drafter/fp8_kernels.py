@@ -41,15 +41,8 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _column_tops(
-    x,
-    tops,
-    rows,
-    columns,
-    row_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    REPEAT: tl.constexpr,
-):
+    x, tops, rows, columns, row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, REPEAT: tl.constexpr
+):  # fmt: skip
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     top = tl.zeros((COLUMNS,), tl.float32)
     for i in range(REPEAT):
@@ -64,17 +57,8 @@ def _column_tops(
 
 @triton.jit
 def _round_columns(
-    x,
-    tops,
-    out,
-    scales,
-    rows,
-    columns,
-    row_stride,
-    padded,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    x, tops, out, scales, rows, columns, row_stride, padded, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     scale = tl.maximum(tl.load(tops + cols, mask=cols < columns, other=1.0), 1e-12) / 448.0
@@ -96,21 +80,10 @@ def round_columns(x: Tensor) -> tuple[Tensor, Tensor]:
     tops = torch.zeros(columns, dtype=torch.float32, device=x.device)
     scales = torch.empty(columns, 1, dtype=torch.float32, device=x.device)
     if rows:
-        blocks = triton.cdiv(columns, 128)
-        _column_tops[(triton.cdiv(rows, 64 * 16), blocks)](
+        _column_tops[(triton.cdiv(rows, 64 * 16), triton.cdiv(columns, 128))](
             x, tops, rows, columns, x.stride(0), ROWS=64, COLUMNS=128, REPEAT=16, num_warps=8
         )
         _round_columns[(triton.cdiv(padded, 128), triton.cdiv(columns, 64))](
-            x,
-            tops,
-            out,
-            scales,
-            rows,
-            columns,
-            x.stride(0),
-            padded,
-            ROWS=128,
-            COLUMNS=64,
-            num_warps=8,
-        )
+            x, tops, out, scales, rows, columns, x.stride(0), padded, ROWS=128, COLUMNS=64, num_warps=8
+        )  # fmt: skip
     return out, scales

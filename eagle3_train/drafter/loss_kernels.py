@@ -12,16 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_KINDS = {
-    "forward_kl": 0,
-    "hard_ce": 1,
-    "reverse_kl": 2,
-    "jsd": 3,
-    "tv": 4,
-    "lk_alpha": 5,
-    "lk_lambda": 6,
-}
 _BLOCK = 4096
+
+
+@triton.jit
+def _part(row, cols, vocab, fill):
+    """Columns of one row in fp32; `fill` past the vocabulary."""
+    return tl.load(row + cols, mask=cols < vocab, other=fill).to(tl.float32)
 
 
 @triton.jit
@@ -32,17 +29,19 @@ def _grow(top, total, z):
 
 
 @triton.jit
-def _logsumexp(logits, out, vocab, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+def _row_logsumexp(row, vocab, BLOCK: tl.constexpr):
     top = -float("inf")
     total = 0.0
     for start in range(0, vocab, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        z = tl.load(logits + row * vocab + cols, mask=cols < vocab, other=-float("inf")).to(
-            tl.float32
-        )
-        top, total = _grow(top, total, z)
-    tl.store(out + row, top + tl.log(total))
+        top, total = _grow(top, total, _part(row, cols, vocab, -float("inf")))
+    return top + tl.log(total)
+
+
+@triton.jit
+def _logsumexp(logits, out, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(out + row, _row_logsumexp(logits + row * vocab, vocab, BLOCK))
 
 
 def logsumexp(logits: Tensor) -> Tensor:
@@ -55,16 +54,8 @@ def logsumexp(logits: Tensor) -> Tensor:
 
 @triton.jit
 def _cross_entropy(
-    logits,
-    teacher,
-    teacher_lse,
-    slots,
-    weights,
-    values,
-    vocab,
-    HARD: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, teacher, teacher_lse, slots, weights, values, vocab, HARD: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Soft (forward KL) or hard cross-entropy: gradient q - p, or q - onehot(argmax p)."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -78,9 +69,8 @@ def _cross_entropy(
     answer = 0
     for start in range(0, vocab, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        inside = cols < vocab
-        z = tl.load(z_row + cols, mask=inside, other=-float("inf")).to(tl.float32)
-        t = tl.load(t_row + cols, mask=inside, other=-float("inf")).to(tl.float32)
+        z = _part(z_row, cols, vocab, -float("inf"))
+        t = _part(t_row, cols, vocab, -float("inf"))
         top, total = _grow(top, total, z)
         if HARD:
             peak = tl.max(t, 0)
@@ -88,22 +78,19 @@ def _cross_entropy(
             answer = tl.where(peak > best, where, answer)
             best = tl.maximum(peak, best)
         else:
-            dot += tl.sum(tl.where(inside, tl.exp(t - lse_p) * z, 0.0), 0)
+            dot += tl.sum(tl.where(cols < vocab, tl.exp(t - lse_p) * z, 0.0), 0)
     lse_q = top + tl.log(total)
     if HARD:
         dot = tl.load(z_row + answer).to(tl.float32)
     tl.debug_barrier()
     for start in range(0, vocab, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        inside = cols < vocab
-        z = tl.load(z_row + cols, mask=inside, other=-float("inf")).to(tl.float32)
+        z = _part(z_row, cols, vocab, -float("inf"))
         if HARD:
             p = tl.where(cols == answer, 1.0, 0.0)
         else:
-            p = tl.exp(
-                tl.load(t_row + cols, mask=inside, other=-float("inf")).to(tl.float32) - lse_p
-            )
-        tl.store(z_row + cols, weight * (tl.exp(z - lse_q) - p), mask=inside)
+            p = tl.exp(_part(t_row, cols, vocab, -float("inf")) - lse_p)
+        tl.store(z_row + cols, weight * (tl.exp(z - lse_q) - p), mask=cols < vocab)
     tl.store(values + row, weight * (lse_q - dot))
 
 
@@ -112,71 +99,59 @@ def _terms(log_p, log_q, KIND: tl.constexpr):
     """(d value / d q, term of the value, term of the KL divergence) of one block."""
     p, q = tl.exp(log_p), tl.exp(log_q)
     kl = p * (log_p - log_q)
-    if KIND == 2:
+    if KIND == "reverse_kl":
         return log_q - log_p, q * (log_q - log_p), kl
-    elif KIND == 3:
+    elif KIND == "jsd":
         log_m = tl.log((p + q) * 0.5)
         return 0.5 * (log_q - log_m), 0.5 * (p * (log_p - log_m) + q * (log_q - log_m)), kl
-    elif KIND == 5:
+    elif KIND == "lk_alpha":
         return tl.where(q < p, -1.0, 0.0), tl.minimum(p, q), kl
-    else:
+    else:  # tv, lk_lambda
         return tl.where(q > p, 0.5, tl.where(q < p, -0.5, 0.0)), 0.5 * tl.abs(p - q), kl
 
 
 @triton.jit
 def _divergence(
-    logits,
-    teacher,
-    teacher_lse,
-    slots,
-    weights,
-    values,
-    vocab,
-    rate,
-    KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    logits, teacher, teacher_lse, slots, weights, values, vocab, rate, KIND: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """The losses whose gradient goes through the softmax: q * (g - sum q g), g = d value / d q."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     weight = tl.load(weights + row)
     lse_p = tl.load(teacher_lse + slot)
     z_row, t_row = logits + row * vocab, teacher + slot * vocab
-    top = -float("inf")
-    total = 0.0
-    for start in range(0, vocab, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        z = tl.load(z_row + cols, mask=cols < vocab, other=-float("inf")).to(tl.float32)
-        top, total = _grow(top, total, z)
-    lse_q = top + tl.log(total)
+    lse_q = _row_logsumexp(z_row, vocab, BLOCK)
     inner, value, divergence = 0.0, 0.0, 0.0
     for start in range(0, vocab, BLOCK):
         cols = start + tl.arange(0, BLOCK)
         inside = cols < vocab
-        log_q = tl.load(z_row + cols, mask=inside, other=0.0).to(tl.float32) - lse_q
-        log_p = tl.load(t_row + cols, mask=inside, other=0.0).to(tl.float32) - lse_p
+        log_q, log_p = (
+            _part(z_row, cols, vocab, 0.0) - lse_q,
+            _part(t_row, cols, vocab, 0.0) - lse_p,
+        )
         slope, term, kl = _terms(log_p, log_q, KIND)
         inner += tl.sum(tl.where(inside, tl.exp(log_q) * slope, 0.0), 0)
         value += tl.sum(tl.where(inside, term, 0.0), 0)
         divergence += tl.sum(tl.where(inside, kl, 0.0), 0)
     share, gain = 0.0, weight
-    if KIND == 5:
+    if KIND == "lk_alpha":
         gain = weight / value
         value = -tl.log(value)
-    if KIND == 6:
+    if KIND == "lk_lambda":
         share = tl.exp(-rate * (1 - value))
         gain = weight * (1 - share)
         value = share * divergence + (1 - share) * value
     tl.debug_barrier()
     for start in range(0, vocab, BLOCK):
         cols = start + tl.arange(0, BLOCK)
-        inside = cols < vocab
-        log_q = tl.load(z_row + cols, mask=inside, other=0.0).to(tl.float32) - lse_q
-        log_p = tl.load(t_row + cols, mask=inside, other=0.0).to(tl.float32) - lse_p
-        slope, term, kl = _terms(log_p, log_q, KIND)
+        log_q, log_p = (
+            _part(z_row, cols, vocab, 0.0) - lse_q,
+            _part(t_row, cols, vocab, 0.0) - lse_p,
+        )
+        slope, _, _ = _terms(log_p, log_q, KIND)
         q = tl.exp(log_q)
         gradient = gain * q * (slope - inner) + weight * share * (q - tl.exp(log_p))
-        tl.store(z_row + cols, gradient, mask=inside)
+        tl.store(z_row + cols, gradient, mask=cols < vocab)
     tl.store(values + row, weight * value)
 
 
@@ -198,5 +173,5 @@ def loss_and_gradient_(
     if kind in ("forward_kl", "hard_ce"):
         _cross_entropy[(rows,)](*args, HARD=kind == "hard_ce", BLOCK=_BLOCK, num_warps=8)
     else:
-        _divergence[(rows,)](*args, rate, KIND=_KINDS[kind], BLOCK=_BLOCK, num_warps=8)
+        _divergence[(rows,)](*args, rate, KIND=kind, BLOCK=_BLOCK, num_warps=8)
     return values

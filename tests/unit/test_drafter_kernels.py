@@ -1,8 +1,10 @@
 """The Triton kernels compute what the plain code computes (interpreted on CPU; the GPU tests run them for real)."""
 
+import math
 import os
 from typing import get_args
 
+import numpy as np
 import pytest
 import torch
 
@@ -144,73 +146,63 @@ def test_fp8_rounding_by_row_and_by_column(shape):
         )  # Triton's interpreter drops the carry when a mantissa rounds up to 2
 
 
-def attention_case(spec, masks, steps):
-    rows = plan_rows(
-        [torch.zeros(len(m)).numpy() for m in masks],
-        [torch.tensor(m).bool().numpy() for m in masks],
-        steps,
-    )
-    counts = rows.counts[: rows.steps]
-    keys = [len(rows.context), *counts[1:]]
-    tables = rope.rope_tables(spec, rows.max_position, torch.device("cpu"))
-    like = torch.zeros(0)
-    state = attention.StepAttention(spec, counts, keys, rows.offsets, like)
-    return rows, keys, tables, state
+def attention_state(spec, rows):
+    keys = [len(rows.context), *rows.counts[1:]]
+    return attention.StepAttention(spec, rows.counts, keys, rows.offsets, torch.zeros(0))
 
 
 @pytest.mark.parametrize(
-    ("spec", "masks", "steps"),
+    ("spec", "masks", "tile"),
     [
-        (llama_spec(head_dim=16), MASKS, 4),
+        (llama_spec(head_dim=16), MASKS, None),
         (
-            llama_spec(head_dim=16, num_kv_heads=4),
-            [[0] * 90 + [1] * 200, [0] * 20 + [1] * 70, [1] * 300],
-            3,
+            llama_spec(head_dim=16, num_heads=2, num_kv_heads=2),
+            [[0] * 20 + [1] * 40, [1] * 9, [0] * 5 + [1] * 60],
+            16,
         ),
-        (llama_spec(head_dim=24, num_heads=8), [[0] * 5 + [1] * 150 + [0] * 30 + [1] * 120] * 2, 3),
-        (llama_spec(head_dim=16, num_heads=9, num_kv_heads=3), [[0] * 30 + [1] * 100] * 2, 3),
-        (mla_spec(), [[0] * 90 + [1] * 100, [0] * 20 + [1] * 170], 3),
+        (
+            llama_spec(head_dim=24, num_heads=4, num_kv_heads=1),
+            [[1] * 20 + [0] * 30 + [1] * 15],
+            32,
+        ),
+        (llama_spec(head_dim=16, num_heads=6, num_kv_heads=2), [[0] * 30 + [1] * 20] * 2, 16),
+        (mla_spec(num_heads=2, num_kv_heads=2), [[0] * 20 + [1] * 20, [0] * 5 + [1] * 30], 16),
     ],
+    ids=["short", "documents", "two-turns", "dead-lanes", "mla"],
 )
-def test_attention_and_its_gradients(spec, masks, steps):
+def test_attention_and_its_gradients(spec, masks, tile, monkeypatch):
+    """Small tiles, so that few rows make masked heads, unmasked middles and masked tails."""
     from eagle3_train.drafter import attention_kernels
 
-    rows, keys, tables, state = attention_case(spec, masks, steps)
-    *_, kernel_state = attention_case(spec, masks, steps)
+    if tile:
+        tiles = dict.fromkeys(attention_kernels.TILES, (tile, 16, 4, 1))
+        monkeypatch.setattr(attention_kernels, "TILES", tiles)
+    mask_arrays = [np.array(mask, dtype=bool) for mask in masks]
+    rows = plan_rows([np.zeros(len(m), int) for m in mask_arrays], mask_arrays, 3)
+    tables = rope.rope_tables(spec, rows.max_position, torch.device("cpu"))
+    state, kernel_state = attention_state(spec, rows), attention_state(spec, rows)
     saved = []
     for k in range(rows.steps):
         query_rows = attention.QueryRows.of_step(rows, k, tables)
-        key_value = normal(keys[k], state.kv_heads * (state.qk_dim + state.value_dim), seed=k)
+        key_value = normal(*state.store.step(k).shape, seed=k)
         query = normal(rows.counts[k], state.heads, state.qk_dim, seed=100 + k)
         for s in (state, kernel_state):
             s.push(key_value, query_rows.key_angles)
+        out, got_out = state.output.step(k), kernel_state.output.step(k)
         lse, got_lse = torch.zeros(2, *query.shape[:2])
-        attention._forward(query, state, query_rows, state.output.step(k), lse)
-        layout = kernel_state.layout(k, query_rows)
-        attention_kernels.forward(query, layout, kernel_state.output.step(k), got_lse)
-        torch.testing.assert_close(got_lse * 0.6931471805599453, lse, rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(
-            kernel_state.output.step(k), state.output.step(k), rtol=1e-4, atol=1e-4
-        )
-        saved.append((query, lse, got_lse, query_rows))
-    for k in reversed(range(rows.steps)):
-        query, lse, got_lse, query_rows = saved[k]
+        attention._forward(query, state, query_rows, out, lse)
+        attention_kernels.forward(query, kernel_state.layout(k, query_rows), got_out, got_lse)
+        torch.testing.assert_close(got_lse * math.log(2), lse, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got_out, out, rtol=1e-4, atol=1e-4)
+        saved.append(((query, out, lse), (query, got_out, got_lse), query_rows))
+    for k, (plain, kernel, query_rows) in reversed(list(enumerate(saved))):
         d_out = normal(*state.output.step(k).shape, seed=200 + k)
-        d_query, got = torch.empty(2, *query.shape)
-        attention._backward(
-            (query, state.output.step(k), lse, d_out), state, query_rows, k, d_query
-        )
-        layout = kernel_state.layout(k, query_rows)
-        attention_kernels.backward(
-            (query, kernel_state.output.step(k), got_lse, d_out),
-            layout,
-            got,
-            kernel_state.grads.whole(),
-        )
+        d_query, got = torch.empty(2, *plain[0].shape)
+        attention._backward((*plain, d_out), state, query_rows, k, d_query)
+        layout, grads = kernel_state.layout(k, query_rows), kernel_state.grads.whole()
+        attention_kernels.backward((*kernel, d_out), layout, got, grads)
         torch.testing.assert_close(got, d_query, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(
-        kernel_state.grads.whole(), state.grads.whole(), rtol=1e-3, atol=1e-4
-    )
+    torch.testing.assert_close(grads, state.grads.whole(), rtol=1e-3, atol=1e-4)
 
 
 def test_adamw_on_bf16_parameters():
