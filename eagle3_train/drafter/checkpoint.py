@@ -5,7 +5,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -124,7 +124,7 @@ def validate_checkpoint(
     _check_config(config, target)
     _check_boundaries(config, target)
     found = spec_from_config(config)
-    if spec is not None and found != replace(spec, target_hidden_size=None):
+    if spec is not None and found != spec:
         wrong = [f.name for f in fields(spec) if getattr(found, f.name) != getattr(spec, f.name)]
         raise ExportError(
             f"config.json: {', '.join(wrong)} differ from the drafter that was trained"
@@ -292,7 +292,7 @@ def _check_tensors(
 
 def _check_shape(directory: Path, found: DrafterSpec, wanted: DrafterSpec) -> None:
     """How far positions reach may differ, what the weights are may not."""
-    free = ("target_hidden_size", "max_position_embeddings", "rope")
+    free = ("max_position_embeddings", "rope")
     differing = [
         f"{f.name}: {getattr(found, f.name)} there, {getattr(wanted, f.name)} here"
         for f in fields(wanted)

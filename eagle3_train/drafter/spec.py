@@ -10,25 +10,14 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
+_ORIGINAL = "original_max_position_embeddings"
 _TYPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
 }
-_YARN_OPTIONS = (
-    "beta_fast",
-    "beta_slow",
-    "mscale",
-    "mscale_all_dim",
-    "attention_factor",
-    "truncate",
-)
+_YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")  # fmt: skip
 # Text tokens have equal positions on all three mRoPE axes, so mRoPE is plain RoPE here.
 _IGNORED_KEYS = {"type", "rope_type", "rope_theta", "mrope_section", "mrope_interleaved"}
 
@@ -55,12 +44,7 @@ class RopeSpec:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        if self.rope_type not in _TYPE_KEYS:
-            raise ValueError(
-                f"rope_type is {self.rope_type!r}; the drafter knows {sorted(_TYPE_KEYS)}. "
-                "Set the drafter's RoPE explicitly to one of these."
-            )
-        missing = [key for key in _TYPE_KEYS[self.rope_type] if getattr(self, key) is None]
+        missing = [key for key in _keys(self.rope_type) if getattr(self, key) is None]
         if missing:
             raise ValueError(f"rope_type {self.rope_type!r} needs {missing}; add them.")
         if self.theta <= 0 or self.factor <= 0:
@@ -71,12 +55,7 @@ class RopeSpec:
         """Read a transformers-5 `rope_parameters` dict, or `rope_scaling` with `rope_theta` merged in."""
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
         rope_type = {"deepseek_yarn": "yarn", "mrope": "default"}.get(rope_type, rope_type)
-        if rope_type not in _TYPE_KEYS:
-            raise ValueError(
-                f"rope_type is {rope_type!r}; the drafter knows {sorted(_TYPE_KEYS)}. "
-                "Set the drafter's RoPE explicitly to one of these."
-            )
-        known = set(_TYPE_KEYS[rope_type]) | (set(_YARN_OPTIONS) if rope_type == "yarn" else set())
+        known = {*_keys(rope_type), *(_YARN_OPTIONS if rope_type == "yarn" else ())}
         given = {key: value for key, value in parameters.items() if value is not None}
         if given.pop("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
@@ -85,25 +64,36 @@ class RopeSpec:
             )
         unknown = set(given) - known - _IGNORED_KEYS
         if rope_type == "default":
-            unknown -= {"factor", "original_max_position_embeddings"}
+            unknown -= {"factor", _ORIGINAL}
         if unknown:
             raise ValueError(f"unknown rope parameters {sorted(unknown)} for {rope_type!r}.")
-        fields = {key: given[key] for key in known if key in given}
+        fields = {key: given[key] for key in known & set(given)}
         theta = float(given.get("rope_theta", 10000.0))
         return cls(rope_type=rope_type, theta=theta, interleaved=interleaved, **fields)
 
     def parameters(self) -> dict[str, Any]:
         """The same facts as a transformers-5 `rope_parameters` dict."""
         out: dict[str, Any] = {"rope_type": self.rope_type, "rope_theta": self.theta}
-        keys = _TYPE_KEYS[self.rope_type] + (_YARN_OPTIONS if self.rope_type == "yarn" else ())
+        keys = _keys(self.rope_type) + (_YARN_OPTIONS if self.rope_type == "yarn" else ())
         out.update({key: getattr(self, key) for key in keys if getattr(self, key) is not None})
         return out
+
+
+def _keys(rope_type: str) -> tuple[str, ...]:
+    """Parameters that a kind of rotary embedding cannot do without."""
+    if rope_type not in _TYPE_KEYS:
+        raise ValueError(
+            f"rope_type is {rope_type!r}; the drafter knows {sorted(_TYPE_KEYS)}. "
+            "Set the drafter's RoPE explicitly to one of these."
+        )
+    return _TYPE_KEYS[rope_type]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec:
     """Shape and switches of an EAGLE-3 drafter. Sizes are counts of elements.
 
+    hidden_size is also the width of the captured states: drafter and target share the embedding.
     attention "llama": grouped-query heads of `head_dim`. attention "mla": DeepSeek/Kimi latent attention
     with the five MLA sizes; there `num_kv_heads` equals `num_heads` and `head_dim` is qk_nope + qk_rope.
     """
@@ -117,8 +107,6 @@ class DrafterSpec:
     draft_vocab_size: int
     max_position_embeddings: int
     attention: Literal["llama", "mla"] = "llama"
-    target_hidden_size: int | None = None
-    """Width of one captured state; None means `hidden_size` (the only width the shared embedding allows)."""
     num_layers: int = 1
     num_aux: int = 3
     rms_norm_eps: float = 1e-5
@@ -146,11 +134,6 @@ class DrafterSpec:
             raise ValueError(f"sizes must be at least 1, got {bad}.")
         if self.attention not in ("llama", "mla"):
             raise ValueError(f"attention is {self.attention!r}; use 'llama' or 'mla'.")
-        if self.target_hidden_size not in (None, self.hidden_size):
-            raise ValueError(
-                f"hidden_size={self.hidden_size} differs from target_hidden_size="
-                f"{self.target_hidden_size}: the drafter shares the target's embedding, make them equal."
-            )
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}; "

@@ -11,7 +11,6 @@ import torch
 
 from eagle3_train.drafter.losses import LossKind, LossOptions
 from eagle3_train.drafter.model import Eagle3Drafter
-from eagle3_train.drafter.reference import reference_loss
 from eagle3_train.drafter.rows import PackedBatch
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
 from eagle3_train.training.optim import AdamW
@@ -24,6 +23,7 @@ from tests.unit.drafter_cases import (
     mla_spec,
     pack,
 )
+from tests.unit.drafter_reference import reference_loss
 
 pytestmark = [
     pytest.mark.gpu,

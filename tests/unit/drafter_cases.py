@@ -8,9 +8,9 @@ import torch
 
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter
-from eagle3_train.drafter.reference import Document
 from eagle3_train.drafter.rows import PackedBatch, plan_rows
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+from tests.unit.drafter_reference import Document
 
 VOCAB, HIDDEN = 48, 24
 

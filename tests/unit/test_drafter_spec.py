@@ -53,7 +53,6 @@ def test_rope_parameters_round_trip():
         ({"draft_vocab_size": 49}, "exceeds vocab_size"),
         ({"num_kv_heads": 3}, "not a multiple"),
         ({"head_dim": 7}, "must be even"),
-        ({"target_hidden_size": 32}, "make them equal"),
         ({"attention": "mha"}, "use 'llama' or 'mla'"),
         ({"rope": RopeSpec(interleaved=True)}, "interleaved"),
         ({"attention": "mla", "num_kv_heads": 4}, "copy them from the target"),

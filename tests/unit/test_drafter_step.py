@@ -11,7 +11,6 @@ from eagle3_train.drafter import losses
 from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.losses import LossKind, LossOptions
 from eagle3_train.drafter.model import Eagle3Drafter
-from eagle3_train.drafter.reference import document_outputs, reference_loss
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
 from tests.unit.drafter_cases import (
     MASKS,
@@ -24,6 +23,7 @@ from tests.unit.drafter_cases import (
     pack,
     twin,
 )
+from tests.unit.drafter_reference import document_outputs, reference_loss
 
 STEPS = 4
 
