@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -25,22 +25,18 @@ HOPELESS_ROWS = 1000
 Item = TypeVar("Item", Prompt, Sample)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedPrompts:
-    """Prompts in source order and the account of all rows. fingerprint: see Renderer."""
+class LoadedPrompts(NamedTuple):
+    """Prompts in source order and the account of all rows."""
 
     prompts: list[Prompt]
     accounting: Accounting
-    fingerprint: str
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedSamples:
-    """Samples in source order and the account of all rows. fingerprint: see Renderer."""
+class LoadedSamples(NamedTuple):
+    """Samples in source order and the account of all rows."""
 
     samples: list[Sample]
     accounting: Accounting
-    fingerprint: str
 
 
 def load_prompts(
@@ -51,12 +47,9 @@ def load_prompts(
     Raises CorpusError for unreadable sources, no usable row, or a yield below config.min_yield.
     """
     renderer = Renderer.load(tokenizer_dir, trust_remote_code, config.template_kwargs)
-
-    def convert(row: Conversation | TokenRow, _: Accounting) -> list[Prompt]:
-        return [_prompt(row, renderer, config)]
-
-    prompts, accounting = _load(config, quarantine, convert)
-    return LoadedPrompts(prompts, accounting, renderer.fingerprint)
+    return LoadedPrompts(
+        *_load(config, quarantine, lambda row, _: [_prompt(row, renderer, config)])
+    )
 
 
 def load_given(
@@ -67,12 +60,9 @@ def load_given(
     Raises CorpusError as load_prompts does.
     """
     renderer = Renderer.load(tokenizer_dir, trust_remote_code, config.template_kwargs)
-
-    def convert(row: Conversation | TokenRow, accounting: Accounting) -> list[Sample]:
-        return _samples(row, renderer, config, accounting)
-
-    samples, accounting = _load(config, quarantine, convert)
-    return LoadedSamples(samples, accounting, renderer.fingerprint)
+    return LoadedSamples(
+        *_load(config, quarantine, lambda row, account: _samples(row, renderer, config, account))
+    )
 
 
 def _load(

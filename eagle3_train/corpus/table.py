@@ -24,11 +24,6 @@ SCHEMA = pa.schema(
 )
 
 
-def shard_path(dir: Path, index: int) -> Path:
-    """Where shard `index` lives."""
-    return dir / f"samples-{index:06d}.parquet"
-
-
 def next_index(dir: Path) -> int:
     """Index of the first shard not yet committed."""
     shards = _shards(dir)
@@ -39,7 +34,7 @@ def write_shard(
     dir: Path, index: int, samples: Sequence[Sample], messages_json: Sequence[str]
 ) -> None:
     """Commit one shard: a crash leaves it absent or complete. Raises ValueError when it exists."""
-    path = shard_path(dir, index)
+    path = dir / f"samples-{index:06d}.parquet"
     if path.exists():
         raise ValueError(f"{path} is already committed; use next_index({dir})")
     assert len(samples) == len(messages_json), "one messages_json per sample"

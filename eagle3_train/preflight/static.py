@@ -91,7 +91,7 @@ def remote_code(config: JobConfig, facts: TargetFacts, found: Resolution) -> Che
         )
     if config.target.trust_remote_code:
         return Check("remote_code", "warn", "target.trust_remote_code=true: its files may run")
-    ships = "its own files are not executed" if facts.ships_code else "it ships none"
+    ships = "its own files are not executed" if facts.auto_map else "it ships none"
     return Check("remote_code", "ok", f"no remote code needed; {ships}")
 
 

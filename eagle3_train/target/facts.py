@@ -120,11 +120,6 @@ class TargetFacts:
     embedding_scale: float
     weight_bytes: int | None
 
-    @property
-    def ships_code(self) -> bool:
-        """Whether the directory brings Python files of its own."""
-        return bool(self.auto_map)
-
 
 def locate(path: str | Path) -> Path:
     """Directory of a target given as a directory or as a hub id whose config.json is cached locally."""
