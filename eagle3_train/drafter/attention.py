@@ -11,7 +11,7 @@ arithmetic, document by document.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -69,26 +69,12 @@ def _angles(tables: Angles, positions: Tensor) -> Angles:
     return tables[0].index_select(0, positions), tables[1].index_select(0, positions)
 
 
-class KeyLayout(NamedTuple):
-    """Where one step's queries find their keys.
-
-    store [all keys, kv_heads * (dim + value_dim)]: step 0's `context` rows first, then those of each later step, which
-    begin at `offsets`; order: rows by position, first visible step-0 key of each, last + 1.
-    """
-
-    store: Tensor
-    step: int
-    heads: tuple[int, int]
-    order: tuple[Tensor, Tensor, Tensor]
-    context: int
-    offsets: Tensor
-    scale: float
-
-
 class StepAttention:
     """Keys, values and their gradients of one layer, over the steps of one forward pass.
 
-    queries and keys are the row counts of every step; keys[0] are the context rows. `like` lends dtype and device.
+    queries and keys are the row counts of every step; keys[0] are the context rows. Keys and values of all steps lie in
+    `store` [all keys, kv_heads * (qk_dim + value_dim)]: the `context` rows first, then those of each later step, which
+    begin at `offsets`. `grads` (fp32) is laid out alike. `like` lends dtype and device.
     """
 
     def __init__(
@@ -153,12 +139,6 @@ class StepAttention:
         self.turn_(self.split(grads)[0], angles, back=True)
         return self.d_key_value.step(k).copy_(grads)
 
-    def layout(self, k: int, rows: QueryRows) -> KeyLayout:
-        """What the kernels need to find a step's keys."""
-        order, heads = (rows.order, rows.begin, rows.end), (self.heads, self.kv_heads)
-        store = self.store.whole()
-        return KeyLayout(store, k, heads, order, self.context, self.offsets, self.scale)
-
     def pairs(self, stack: Stack, count: int) -> tuple[list[Tensor], list[Tensor]]:
         """Key and value views of the first `count` steps of a Stack."""
         views = [self.split(stack.step(j)) for j in range(count)]
@@ -178,7 +158,7 @@ class _Attend(Function):
         if query.is_cuda:
             from eagle3_train.drafter import attention_kernels
 
-            attention_kernels.forward(query, state.layout(k, rows), out, lse)
+            attention_kernels.forward(query, state, rows, out, lse)
         else:
             _forward(query, state, rows, out, lse)
         ctx.saved, ctx.state, ctx.rows, ctx.k = (query, out.detach(), lse), state, rows, k
@@ -191,8 +171,7 @@ class _Attend(Function):
         if d_out.is_cuda:
             from eagle3_train.drafter import attention_kernels
 
-            layout = state.layout(k, ctx.rows)
-            attention_kernels.backward(saved, layout, d_query, state.grads.whole())
+            attention_kernels.backward(saved, state, ctx.rows, k, d_query)
         else:
             _backward(saved, state, ctx.rows, k, d_query)
         state.turn_(d_query, ctx.rows.query_angles, back=True)

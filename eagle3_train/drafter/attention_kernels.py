@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from eagle3_train.drafter.attention import KeyLayout, Saved
+from eagle3_train.drafter.attention import QueryRows, Saved, StepAttention
 
 LOG2E = 1.4426950408889634
 
@@ -275,17 +275,17 @@ TILES = {
 """(query lines, keys, warps, stages) of each kernel's tile; wide: heads of more than 128."""
 
 
-def _shape(heads: int, kv_heads: int, dim: int, value_dim: int) -> dict[str, int]:
+def _shape(state: StepAttention) -> dict[str, int]:
     """Constants of the heads."""
-    group = heads // kv_heads
+    group = state.heads // state.kv_heads
     return {
-        "HEADS": heads,
+        "HEADS": state.heads,
         "GROUP": group,
         "LANES": triton.next_power_of_2(group),
-        "DIM": dim,
-        "VALUE_DIM": value_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
-        "BLOCK_V": max(16, triton.next_power_of_2(value_dim)),
+        "DIM": state.qk_dim,
+        "VALUE_DIM": state.value_dim,
+        "BLOCK_D": max(16, triton.next_power_of_2(state.qk_dim)),
+        "BLOCK_V": max(16, triton.next_power_of_2(state.value_dim)),
     }
 
 
@@ -296,41 +296,41 @@ def _tile_of(kernel: str, shape: dict[str, int]) -> dict[str, int]:
     return {**tile, "num_warps": warps, "num_stages": stages}
 
 
-def forward(query: Tensor, layout: KeyLayout, out: Tensor, lse: Tensor) -> None:
-    """Write out [rows, heads * value_dim] and lse [rows, heads] (base 2) of query [rows, heads, dim]."""
-    store, step, heads, order, context, offsets, scale = layout
-    rows = len(query)
-    shape = _shape(*heads, query.shape[2], out.shape[1] // heads[0])
+def forward(query: Tensor, state: StepAttention, keys: QueryRows, out: Tensor, lse: Tensor) -> None:
+    """Write out [rows, heads * value_dim] and lse [rows, heads] (base 2) of the last step's query [rows, heads, dim]."""
+    rows, shape = len(query), _shape(state)
     tile = _tile_of("forward", shape)
     if rows:
-        _forward[(triton.cdiv(rows, tile["ROWS"]), heads[1])](
-            query, store, *order, offsets, out, lse, rows, context, scale * LOG2E, step, **shape, **tile
+        _forward[(triton.cdiv(rows, tile["ROWS"]), state.kv_heads)](
+            query, state.store.whole(), keys.order, keys.begin, keys.end, state.offsets, out, lse, rows, state.context,
+            state.scale * LOG2E, state.steps - 1, **shape, **tile,
         )  # fmt: skip
 
 
-def backward(saved: Saved, layout: KeyLayout, d_query: Tensor, d_store: Tensor) -> None:
-    """Write d_query [rows, heads, dim]; add to d_store (fp32, laid out as the store)."""
+def backward(saved: Saved, state: StepAttention, keys: QueryRows, k: int, d_query: Tensor) -> None:
+    """Write step k's d_query [rows, heads, dim] and add to the state's gradients."""
     query, out, lse, d_out = saved
-    store, step, heads, order, context, offsets, scale = layout
-    rows = len(query)
+    rows, kv_heads, context, shape = len(query), state.kv_heads, state.context, _shape(state)
     if not rows:
         return
-    shape = _shape(*heads, query.shape[2], out.shape[1] // heads[0])
-    delta = torch.empty_like(lse)
-    _diagonal_gradient[(rows, heads[1])](
-        query, store, offsets, out, lse, d_out, delta, d_query, d_store, context,
-        scale * LOG2E, scale, step, **shape, num_warps=1,
+    store, d_store, order = (
+        state.store.whole(),
+        state.grads.whole(),
+        (keys.order, keys.begin, keys.end),
+    )
+    scales, delta = (state.scale * LOG2E, state.scale), torch.empty_like(lse)
+    _diagonal_gradient[(rows, kv_heads)](
+        query, store, state.offsets, out, lse, d_out, delta, d_query, d_store, context, *scales, k, **shape, num_warps=1
     )  # fmt: skip
     tile = _tile_of("query", shape)
-    _query_gradient[(triton.cdiv(rows, tile["ROWS"]), heads[1])](
-        query, store, *order, lse, d_out, delta, d_query, rows, scale * LOG2E, scale, **shape, **tile,
-    )  # fmt: skip
+    _query_gradient[(triton.cdiv(rows, tile["ROWS"]), kv_heads)](
+        query, store, *order, lse, d_out, delta, d_query, rows, *scales, **shape, **tile
+    )
     tile = _tile_of("key", shape)
     tiles = triton.cdiv(context, tile["KEYS"])
-    ranges = query_ranges(order[1], order[2], context, tile["KEYS"])
-    _key_gradient[(tiles, heads[1])](
-        query, store, *order, ranges, lse, d_out, delta, d_store, context, tiles,
-        scale * LOG2E, scale, **shape, **tile,
+    ranges = query_ranges(keys.begin, keys.end, context, tile["KEYS"])
+    _key_gradient[(tiles, kv_heads)](
+        query, store, *order, ranges, lse, d_out, delta, d_store, context, tiles, *scales, **shape, **tile
     )  # fmt: skip
 
 

@@ -104,17 +104,9 @@ class AdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             kept = [p for p in group["params"] if p.grad is not None]
             if kept:
-                on_triton = kept[0].is_cuda and kept[0].dtype == torch.bfloat16
-                update = _triton_update if on_triton else _torch_update
                 states = [{name: _local(t) for name, t in self._state(p).items()} for p in kept]
-                update(
-                    [_local(p) for p in kept],
-                    [_local(p.grad) for p in kept],
-                    states,
-                    group,
-                    inverse,
-                    skip,
-                )
+                gradients = [_local(p.grad) for p in kept]
+                _update([_local(p) for p in kept], gradients, states, group, inverse, skip)
         return norm
 
     def _state(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -129,7 +121,7 @@ class AdamW(torch.optim.Optimizer):
         return state
 
 
-def _torch_update(
+def _update(
     parameters: list[Tensor],
     grads: list[Tensor],
     states: list[dict[str, Tensor]],
@@ -137,6 +129,14 @@ def _torch_update(
     inverse: Tensor,
     skip: Tensor,
 ) -> None:
+    """One AdamW step of local tensors; gradients are divided by `inverse`, nothing happens where `skip` is not 0."""
+    if parameters[0].is_cuda and parameters[0].dtype == torch.bfloat16:
+        from eagle3_train.training import optim_kernels
+
+        torch._foreach_add_([state["step"] for state in states], 1 - skip)
+        for parameter, grad, state in zip(parameters, grads, states, strict=True):
+            optim_kernels.adamw_(parameter, grad, state, group, inverse, skip)
+        return
     masters = [state.get("master", p) for p, state in zip(parameters, states, strict=True)]
     adamw(
         masters,
@@ -159,18 +159,3 @@ def _torch_update(
     for parameter, master in zip(parameters, masters, strict=True):
         if master is not parameter:
             parameter.copy_(master)
-
-
-def _triton_update(
-    parameters: list[Tensor],
-    grads: list[Tensor],
-    states: list[dict[str, Tensor]],
-    group: dict[str, Any],
-    inverse: Tensor,
-    skip: Tensor,
-) -> None:
-    from eagle3_train.training import optim_kernels
-
-    torch._foreach_add_([state["step"] for state in states], 1 - skip)
-    for parameter, grad, state in zip(parameters, grads, states, strict=True):
-        optim_kernels.adamw_(parameter, grad, state, group, inverse, skip)

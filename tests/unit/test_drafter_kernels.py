@@ -191,7 +191,7 @@ def test_attention_and_its_gradients(spec, masks, tile, monkeypatch):
         out, got_out = state.output.step(k), kernel_state.output.step(k)
         lse, got_lse = torch.zeros(2, *query.shape[:2])
         attention._forward(query, state, query_rows, out, lse)
-        attention_kernels.forward(query, kernel_state.layout(k, query_rows), got_out, got_lse)
+        attention_kernels.forward(query, kernel_state, query_rows, got_out, got_lse)
         torch.testing.assert_close(got_lse * math.log(2), lse, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(got_out, out, rtol=1e-4, atol=1e-4)
         saved.append(((query, out, lse), (query, got_out, got_lse), query_rows))
@@ -199,9 +199,9 @@ def test_attention_and_its_gradients(spec, masks, tile, monkeypatch):
         d_out = normal(*state.output.step(k).shape, seed=200 + k)
         d_query, got = torch.empty(2, *plain[0].shape)
         attention._backward((*plain, d_out), state, query_rows, k, d_query)
-        layout, grads = kernel_state.layout(k, query_rows), kernel_state.grads.whole()
-        attention_kernels.backward((*kernel, d_out), layout, got, grads)
+        attention_kernels.backward((*kernel, d_out), kernel_state, query_rows, k, got)
         torch.testing.assert_close(got, d_query, rtol=1e-3, atol=1e-4)
+    grads = kernel_state.grads.whole()
     torch.testing.assert_close(grads, state.grads.whole(), rtol=1e-3, atol=1e-4)
 
 
