@@ -59,13 +59,14 @@ class _NormFork(Function):
     ) -> tuple[Tensor | None, ...]:
         x, rows = ctx.x, ctx.rows
         out = x if ctx.consume else None
+        nothing = (None,) * 5  # eps, rows, places, consume
         if x.is_cuda:
             from eagle3_train.drafter import kernels
 
-            dx, dw_a, dw_b = kernels.norm_fork_backward(
+            grads = kernels.norm_fork_backward(
                 x, ctx.rstd, ctx.w_a, ctx.w_b, d_residual, d_a, d_b, out
             )
-            return dx, dw_a, dw_b, None, None, None, None, None
+            return *grads, *nothing
         unit = x.to(wide(x.dtype)) * ctx.rstd
         d_unit = torch.zeros_like(unit)
         dw_a = dw_b = None
@@ -79,7 +80,7 @@ class _NormFork(Function):
         if d_residual is not None:
             dx[:rows] += d_residual
         dx = dx.to(x.dtype) if out is None else out.copy_(dx)
-        return dx, dw_a, dw_b, None, None, None, None, None
+        return dx, dw_a, dw_b, *nothing
 
 
 def rms_norm(
@@ -111,15 +112,15 @@ def norm_fork_two(
     weight_b: Float[Tensor, " width"],
     eps: float,
     rows_a: int,
-    out_a: Place | None = None,
-    out_b: Place | None = None,
-    consume: bool = False,
-) -> tuple[
-    Float[Tensor, "rows_a width"], Float[Tensor, "rows_a width"], Float[Tensor, "rows width"]
-]:
-    """(x[:rows_a], rms(x[:rows_a]) * weight_a, rms(x) * weight_b): next step's two inputs and the head's."""
+    out_a: Place,
+    out_b: Place,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(x[:rows_a], rms(x[:rows_a]) * weight_a, rms(x) * weight_b): next step's two inputs and the head's.
+
+    Consumes x (see `norm_fork`).
+    """
     out: tuple[Tensor, Tensor, Tensor] = _NormFork.apply(  # type: ignore[no-untyped-call]
-        x, weight_a, weight_b, eps, rows_a, out_a, out_b, consume
+        x, weight_a, weight_b, eps, rows_a, out_a, out_b, True
     )
     return out
 

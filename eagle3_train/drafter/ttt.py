@@ -160,9 +160,8 @@ def unroll(
             residual, normed = norm_fork(output[:following], state_norm, eps)
             output = output.clone()  # the head overwrites it
         else:
-            places = (inputs, k), (outputs, k)
             residual, normed, output = norm_fork_two(
-                hidden, state_norm, norm, eps, following, *places, consume=True
+                hidden, state_norm, norm, eps, following, (inputs, k), (outputs, k)
             )
         collected.append(output)
     return collected
