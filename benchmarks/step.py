@@ -57,15 +57,10 @@ def _launch(
     command += ["--iters", str(options.iters), "--warmup", str(options.warmup)]
     if options.profile and impl == "ours":
         command += ["--profile", str(options.profile)]
-    environment = _environment(options.peers, impl)
     return subprocess.Popen(
-        command,
-        env=environment,
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        command, env=_environment(options.peers, impl), cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 def run_round(
@@ -163,16 +158,9 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    commit = (
-        os.environ.get("BENCH_COMMIT")
-        or subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.strip()
-    )
+    head = ["git", "rev-parse", "--short", "HEAD"]
+    found_commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = os.environ.get("BENCH_COMMIT") or found_commit.stdout.strip()
     records: list[dict[str, object]] = []
     parity = options.all and options.peers is not None
     for shape in PLAN if options.all else options.shapes:

@@ -166,33 +166,22 @@ def our_batch(shape: Shape, documents: list[dict[str, Tensor]]) -> PackedBatch:
 
 def peer_rule_batch(shape: Shape, documents: list[dict[str, Tensor]]) -> PackedBatch:
     """The documents under SpecForge's and TorchSpec's rule: (k, t) is supervised iff mask[t + k]."""
-    parts: dict[str, list[np.ndarray]] = {
-        k: [] for k in ("depth", "context", "ids", "positions", "begin")
-    }
-    hits, first = [], 0
+    keys = ("depth", "context", "context_ids", "positions", "begin")
+    parts: dict[str, list[np.ndarray]] = {key: [] for key in keys}
+    hits, first_row, first = [], 0, 0
     for d in documents:
-        mask, n = d["mask"].bool().cpu().numpy(), len(d["ids"])
+        mask = d["mask"].bool().cpu().numpy()
         ahead = np.stack([np.append(mask[k:], np.zeros(k, bool)) for k in range(shape.ttt)])
         depth = np.where(ahead.any(0), shape.ttt - np.argmax(ahead[::-1], 0), 0)
         kept = int(np.flatnonzero(depth)[-1]) + 1
         hits.append(ahead[:, :kept])
         parts["depth"].append(depth[:kept])
-        parts["context"].append(
-            np.arange(kept) + sum(len(e["ids"]) for e in documents[: len(hits) - 1])
-        )
-        parts["ids"].append(d["ids"].cpu().numpy()[1 : kept + 1])
+        parts["context"].append(first_row + np.arange(kept))
+        parts["context_ids"].append(d["ids"].cpu().numpy()[1 : kept + 1])
         parts["positions"].append(np.arange(kept))
         parts["begin"].append(np.full(kept, first))
-        first, _ = first + kept, n
-    joined = {key: np.concatenate(value) for key, value in parts.items()}
-    plan = assemble_plan(
-        joined["depth"],
-        shape.ttt,
-        joined["context"],
-        joined["ids"],
-        joined["positions"],
-        joined["begin"],
-    )
+        first_row, first = first_row + len(mask), first + kept
+    plan = assemble_plan(ttt_steps=shape.ttt, **{key: np.concatenate(parts[key]) for key in keys})
     ahead = np.concatenate(hits, 1)
     starts = plan.starts.numpy()
     weights = np.concatenate([ahead[k, starts[:n]] for k, n in enumerate(plan.counts)])
@@ -202,31 +191,31 @@ def peer_rule_batch(shape: Shape, documents: list[dict[str, Tensor]]) -> PackedB
 
 
 def build(
-    shape: Shape, device: str, dtype: torch.dtype, fp8: bool = False
+    shape: Shape, weights: dict[str, Tensor], device: str, dtype: torch.dtype, fp8: bool = False
 ) -> tuple[Eagle3Drafter, FrozenTarget]:
-    """Drafter and target with the benchmark's weights."""
-    weights = make_weights(shape, device)
+    """Drafter and target with these weights (named as `make_weights` does)."""
     drafter = Eagle3Drafter(shape.spec, torch.device(device), dtype, fp8)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             parameter.copy_(weights[name])
     full = shape.vocab == shape.draft_vocab
     target = FrozenTarget(
-        embed=weights["embed_tokens.weight"].to(dtype),
-        lm_head=weights["target_lm_head"].to(dtype),
+        embed=weights["embed_tokens.weight"],
+        lm_head=weights["target_lm_head"],
         norm_weight=None,
         norm_eps=1e-6,
         d2t=None if full else weights["d2t"],
         t2d=None if full else weights["t2d"],
     )
-    return drafter, target
+    return drafter, target.to(device, dtype)
 
 
 class Ours:
     """Drafter, target and optimiser of one shape; `step` is what is timed."""
 
     def __init__(self, shape: Shape, fp8: bool) -> None:
-        self.drafter, self.target = build(shape, "cuda", torch.bfloat16, fp8)
+        weights = make_weights(shape, "cuda")
+        self.drafter, self.target = build(shape, weights, "cuda", torch.bfloat16, fp8)
         self.optimizer = AdamW(self.drafter.parameters(), lr=1e-5, max_grad_norm=0.5)
         self.options = LossOptions(decay=DECAY)
 

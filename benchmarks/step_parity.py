@@ -13,10 +13,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.step_ours import DECAY, Shape, peer_rule_batch
-from eagle3_train.drafter.frozen import FrozenTarget
+from benchmarks.step_ours import DECAY, Shape, build, peer_rule_batch
 from eagle3_train.drafter.losses import LossOptions
-from eagle3_train.drafter.model import Eagle3Drafter
 
 
 def compare(
@@ -32,27 +30,11 @@ def compare(
         args.rope_theta, args.ttt, (args.seq,) * args.batch, args.head_dim,
     )  # fmt: skip
     weights, raw = bench_common.make_weights(args), bench_common.make_batch(args)
-    drafter = Eagle3Drafter(shape.spec, torch.device(device), dtype)
-    with torch.no_grad():
-        for name, parameter in drafter.named_parameters():
-            parameter.copy_(weights[name])
+    drafter, target = build(shape, weights, device, dtype)
     full = args.vocab == args.draft_vocab
-    target = FrozenTarget(
-        embed=weights["embed_tokens.weight"],
-        lm_head=weights["target_lm_head"],
-        norm_weight=None,
-        norm_eps=1e-6,
-        d2t=None if full else weights["d2t"],
-        t2d=None if full else weights["t2d"],
-    ).to(device, dtype)
+    names = {"ids": "input_ids", "mask": "loss_mask", "aux": "aux", "last": "last_hidden"}
     documents = [
-        {
-            "ids": raw["input_ids"][b],
-            "mask": raw["loss_mask"][b],
-            "aux": raw["aux"][b],
-            "last": raw["last_hidden"][b],
-        }
-        for b in range(args.batch)
+        {ours: raw[theirs][b] for ours, theirs in names.items()} for b in range(args.batch)
     ]
     batch = peer_rule_batch(shape, documents).to(device, dtype)
     theirs = torch.load(dump)
