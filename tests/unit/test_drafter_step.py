@@ -23,13 +23,22 @@ from tests.unit.drafter_cases import (
     pack,
     twin,
 )
-from tests.unit.drafter_reference import document_outputs, reference_loss
+from tests.unit.drafter_reference import (
+    document_outputs,
+    reference_loss,
+    supervised,
+    target_logits,
+)
 
 STEPS = 4
 
 
 def documents_of(spec: DrafterSpec, masks=MASKS):
     return [make_document(spec, mask, seed) for seed, mask in enumerate(masks, 10)]
+
+
+def case(spec: DrafterSpec, masks=MASKS):
+    return make_drafter(spec), make_target(spec), pack(documents_of(spec, masks), STEPS)
 
 
 def assert_step_equals_reference(spec: DrafterSpec, options: LossOptions, masks=MASKS, steps=STEPS):
@@ -124,10 +133,8 @@ def test_a_documents_loss_does_not_change_when_packed_with_others():
 
 
 def test_a_pack_without_supervised_rows_has_zero_loss_and_a_gradient_for_every_parameter():
-    spec = llama_spec()
-    drafter = make_drafter(spec)
-    batch = pack(documents_of(spec, [[0, 0, 0], [0, 1, 0]]), STEPS)
-    output = drafter(batch, make_target(spec), LossOptions(), 1.0, metrics=True)
+    drafter, target, batch = case(llama_spec(), [[0, 0, 0], [0, 1, 0]])
+    output = drafter(batch, target, LossOptions(), 1.0, metrics=True)
     output.loss.backward()
     assert output.loss.item() == 0
     assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
@@ -173,17 +180,12 @@ def test_metrics_count_hits_against_the_full_vocabulary_argmax():
         metrics = drafter(batch, target, LossOptions(), 1.0, metrics=True).metrics
     correct, prefix = [0] * STEPS, [0] * STEPS
     for document in documents:
-        norm = document.last * torch.rsqrt(
-            document.last.square().mean(-1, keepdim=True) + target.norm_eps
-        )
-        answers = (norm * target.norm_weight @ target.lm_head.t()).argmax(-1)
+        answers = target_logits(document.last, target).argmax(-1)
         outputs = document_outputs(drafter, document, target.embed, STEPS)
         for t in range(len(document.aux)):
             alive = True
             for k in range(STEPS):
-                if not (
-                    t + 2 + k < len(document.ids) and bool(document.mask[t + 1 : t + 3 + k].all())
-                ):
+                if not supervised(document.mask, t, k):
                     break
                 draft = target.draft_ids[(outputs[k][t] @ drafter.lm_head.weight.t()).argmax()]
                 hit = bool(draft == answers[t + 1 + k])
@@ -197,12 +199,7 @@ def test_metrics_count_hits_against_the_full_vocabulary_argmax():
 
 
 def test_metrics_do_not_change_the_loss_and_evaluation_needs_no_gradient():
-    spec = llama_spec()
-    drafter, target, batch = (
-        make_drafter(spec),
-        make_target(spec),
-        pack(documents_of(llama_spec()), STEPS),
-    )
+    drafter, target, batch = case(llama_spec())
     with torch.no_grad():
         quiet = drafter(batch, target, LossOptions(), 3.0, metrics=True)
     trained = drafter(batch, target, LossOptions(), 3.0)
@@ -211,12 +208,7 @@ def test_metrics_do_not_change_the_loss_and_evaluation_needs_no_gradient():
 
 
 def test_row_weights_scale_the_loss_row_by_row():
-    spec = llama_spec()
-    drafter, target, batch = (
-        make_drafter(spec),
-        make_target(spec),
-        pack(documents_of(llama_spec()), STEPS),
-    )
+    drafter, target, batch = case(llama_spec())
     doubled = replace(
         batch, rows=replace(batch.rows, weights=torch.full((sum(batch.rows.counts),), 2.0))
     )
@@ -225,9 +217,7 @@ def test_row_weights_scale_the_loss_row_by_row():
 
 
 def test_a_step_leaves_no_tensor_behind():
-    spec = llama_spec()
-    drafter, target = make_drafter(spec), make_target(spec)
-    batch = pack(documents_of(spec), STEPS)
+    drafter, target, batch = case(llama_spec())
 
     def living() -> int:
         return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
