@@ -4,6 +4,7 @@
 #   bash benchmarks/h200.sh preflight smollm2 OUT    live preflight in float32 (exact) and bfloat16
 #   bash benchmarks/h200.sh preflight kimi OUT       the same in bfloat16 for a target of Kimi-K2.5's shape, random weights
 #   bash benchmarks/h200.sh rollout SOURCES OUT      the 10,000-prompt rollout beside plain vLLM
+#   bash benchmarks/h200.sh serve SOURCES EVAL OUT   the whole pipeline, served on MT-bench, GSM8K and HumanEval; again completes it
 # Everything printed goes to OUT too, line by line, so a command that is cut off still says how far it came.
 set -euo pipefail
 source /opt/site/env.sh
@@ -48,6 +49,14 @@ rollout)
   smollm2
   python3 benchmarks/rollout.py -c configs/h200-smollm2.yaml "corpus.sources=[$2]"
   cp runs/h200-smollm2/rollout/{state.json,accounting.json,synthesised.jsonl} benchmarks/results/rollout.jsonl "$out"
+  ;;
+serve)
+  smollm2
+  job=(-c configs/h200-smollm2.yaml "corpus.sources=[$2]" evaluate.num_prompts=20 evaluate.sampled_answers=16
+    "evaluate.sources=[$3/mt_bench.jsonl, $3/gsm8k.jsonl, $3/humaneval.jsonl]")
+  python3 ray_jobs/pipeline.py "${job[@]}" 2>&1 | tee "$out/pipeline.txt"
+  python3 benchmarks/serve.py "${job[@]}" 2>&1 | tee "$out/serve.txt"
+  cp -r runs/h200-smollm2/{metrics.jsonl,timings.json,evaluate,report} benchmarks/results/serve.jsonl "$out"
   ;;
 esac
 exit $status
