@@ -1,7 +1,8 @@
-"""States of a target whose vLLM class has no taps: forward hooks on its decoder layers collect them.
+"""Taps that vLLM's own classes lack, added by our worker while vLLM's files stay as they are.
 
-Used only for a class named in `target.tap_by_hooks`. A hook is Python, so nothing may be compiled. vLLM's own
-files stay as they are: our worker registers a subclass of the target's class before it loads the model.
+A class with no taps at all is used only when it is named in `target.tap_by_hooks`: our worker registers a subclass
+of it before it loads the model, and forward hooks on its decoder layers collect the states. A hook is Python, so
+nothing may be compiled.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.model_executor.models.interfaces import SupportsEagle3, supports_eagle3
 from vllm.platforms import current_platform
+
+from eagle3_train.engines import versions
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
@@ -21,27 +24,27 @@ else:
 
 
 class TappingWorker(PlatformWorker):  # type: ignore[misc]
-    """vLLM's worker, with a target that hands out what its hooks have collected."""
+    """vLLM's worker, with a target that hands out every boundary that is asked for."""
 
     def load_model(self, **kwargs: Any) -> None:
-        """Put the tapped subclass in the place of the one class the user named, then load."""
+        """Put the tapped subclass in the place of the one class the user named; load; tap the last layer."""
         config = self.vllm_config.model_config
         found, architecture = config.registry.resolve_model_cls(config.architectures, config)
         named = self.vllm_config.additional_config["tap_by_hooks"]
-        if not supports_eagle3(found):
+        if named and not supports_eagle3(found):
             if found.__name__ != named:
                 raise ValueError(
                     f"target.tap_by_hooks={named!r}, but vLLM loads {found.__name__}: name that one"
                 )
             config.registry.register_model(architecture, tapped(found))
         super().load_model(**kwargs)
+        versions.tap_last_layer(self.get_model())
 
 
 def tapped(found: type[nn.Module]) -> type[nn.Module]:
     """Subclass of `found` that implements vLLM's EAGLE-3 interface: its forward also returns boundary states."""
 
-    class Tapped(found):  # type: ignore[misc, valid-type]
-        supports_eagle3 = True
+    class Tapped(found, SupportsEagle3):  # type: ignore[misc, valid-type]
         boundaries: tuple[int, ...] = ()
         collected: dict[int, Tensor]
 

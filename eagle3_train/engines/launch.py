@@ -112,13 +112,12 @@ def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -
         "seed": spec.seed,
         "use_tqdm_on_load": False,
         "disable_log_stats": spec.purpose != "serve",
+        "worker_cls": "eagle3_train.engines.hooks.TappingWorker",
         "worker_extension_cls": "eagle3_train.engines.worker.WorkerExtension",
+        "additional_config": {"tap_by_hooks": spec.tap_by_hooks},
     }
     if spec.block_size is not None:
         kwargs["block_size"] = spec.block_size
-    if spec.tap_by_hooks and spec.purpose != "plain":
-        kwargs["worker_cls"] = "eagle3_train.engines.hooks.TappingWorker"
-        kwargs["additional_config"] = {"tap_by_hooks": spec.tap_by_hooks}
     if spec.tensor_parallel > 1:
         kwargs["distributed_executor_backend"] = "mp"
     if facts.is_multimodal:
