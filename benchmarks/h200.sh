@@ -4,6 +4,7 @@
 #   bash benchmarks/h200.sh preflight smollm2 OUT    live preflight in float32 (exact) and bfloat16
 #   bash benchmarks/h200.sh preflight kimi OUT       the same in bfloat16 for a target of Kimi-K2.5's shape, random weights
 #   bash benchmarks/h200.sh rollout SOURCES OUT      the 10,000-prompt rollout beside plain vLLM
+#   bash benchmarks/h200.sh stream OUT               capture into the trainer's memory, and colocated end to end (8B sizes, SmolLM2)
 #   bash benchmarks/h200.sh serve SOURCES EVAL OUT   the whole pipeline, served on MT-bench, GSM8K and HumanEval; again completes it
 # Everything printed goes to OUT too, line by line, so a command that is cut off still says how far it came.
 set -euo pipefail
@@ -57,6 +58,12 @@ serve)
   python3 ray_jobs/pipeline.py "${job[@]}" 2>&1 | tee "$out/pipeline.txt"
   python3 benchmarks/serve.py "${job[@]}" 2>&1 | tee "$out/serve.txt"
   cp -r runs/h200-smollm2/{metrics.jsonl,timings.json,evaluate,report} benchmarks/results/serve.jsonl "$out"
+  ;;
+stream)
+  python3 -m benchmarks.stream --target llama8b --cases a b 2>&1 | tee "$out/stream-llama8b.txt" || status=1
+  smollm2
+  python3 -m benchmarks.stream --target models/smollm2-135m-instruct --cases a b 2>&1 | tee "$out/stream-smollm2.txt" || status=1
+  cp benchmarks/results/stream.jsonl "$out"
   ;;
 esac
 exit $status

@@ -25,12 +25,12 @@ from eagle3_train.corpus.table import read_samples
 from eagle3_train.records import Sample
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import MetricsLog, log
-from eagle3_train.stream.cache import pin, planned_captures, start_files
-from eagle3_train.stream.coordinator import StreamCoordinator
+from eagle3_train.stream.cache import pin, planned_captures
+from eagle3_train.stream.coordinator import coordinating
 from eagle3_train.stream.flight import StreamCounters
 from eagle3_train.stream.ledger import Ledger
 from eagle3_train.stream.meter import StreamMeter, bottleneck
-from eagle3_train.stream.pipeline import StreamLink, captured_packs, token_table
+from eagle3_train.stream.pipeline import StreamLink, captured_packs
 from eagle3_train.stream.plan import Window, plan_run
 from eagle3_train.target.facts import bytes_per_token, read_facts, resolve_boundaries
 from eagle3_train.training import checkpoint
@@ -51,31 +51,23 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
     token_bytes = _check_layout(config, train, held_out)
     write_initial(config, train)
     pinned = pin(train, token_bytes, config.stream.cache_bytes, config.train.seed)
-    files = start_files(config.stream.cache_dir) if pinned.any() else []
-    coordinator = (
-        ray.remote(StreamCoordinator)
-        .options(num_cpus=0)
-        .remote(
-            pool,
-            ray.put(token_table([*train, *held_out])),
-            (files, pinned),
-            config.stream.max_bytes_in_flight,
-            config.train.workers,
-            config.engine.max_replacements + 1,
-        )
-    )
-    job = {
-        "config": config.model_dump(mode="json"),
-        "coordinator": coordinator,
-        "samples": ray.put((train, held_out)),
-        "bytes_per_token": token_bytes,
-    }
-    try:
+    with coordinating(
+        pool,
+        [*train, *held_out],
+        pinned,
+        config.stream.cache_dir,
+        config.stream.max_bytes_in_flight,
+        config.train.workers,
+        config.engine.max_replacements + 1,
+    ) as coordinator:
+        job = {
+            "config": config.model_dump(mode="json"),
+            "coordinator": coordinator,
+            "samples": ray.put((train, held_out)),
+            "bytes_per_token": token_bytes,
+        }
         fit = _fit(config, job)
         counters = ray.get(coordinator.counters.remote())
-    finally:  # states in flight and cached ones go with their owners, whatever ended the run
-        for actor in (coordinator, *files):
-            ray.kill(actor)
     result = _result(config, fit, counters, len(train)) | {
         "hidden_state_bytes_total": sum(s.captured_tokens for s in train) * token_bytes,
         "captures_planned": planned_captures(pinned, config.train.epochs // config.stream.replay),

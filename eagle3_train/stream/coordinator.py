@@ -17,18 +17,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from eagle3_train.records import PackKey
-from eagle3_train.stream.cache import EpochCache
+from eagle3_train.records import PackKey, Sample
+from eagle3_train.stream.cache import EpochCache, start_files
 from eagle3_train.stream.flight import Delivery, Flight, Part, StreamCounters
 
 log = logging.getLogger("eagle3_train")
@@ -37,26 +38,54 @@ Entries = list[tuple[int, int]]
 """(epoch, row of the token table) of a pack's samples, in order."""
 
 
+@contextmanager
+def coordinating(
+    pool: ActorHandle[Any],
+    samples: list[Sample],
+    pinned: npt.NDArray[np.bool_],
+    cache_dir: str | None,
+    max_bytes: int,
+    ranks: int,
+    max_tries: int,
+) -> Iterator[ActorHandle[Any]]:
+    """A coordinator while the block runs; states in flight and cached ones go with it, whatever ends it.
+
+    `samples` are the rows of the plan; the first len(pinned) are trained on, the others held out.
+    """
+    lengths = [len(sample.input_ids) for sample in samples]
+    ids = np.concatenate([sample.input_ids for sample in samples]).astype(np.int32)
+    table = ray.put((ids, np.concatenate([[0], np.cumsum(lengths)])))  # read without a copy
+    files = start_files(cache_dir) if pinned.any() else []
+    coordinator = (
+        ray.remote(StreamCoordinator)
+        .options(num_cpus=0)
+        .remote(pool, table, files, pinned, max_bytes, ranks, max_tries)
+    )
+    try:
+        yield coordinator
+    finally:
+        for actor in (coordinator, *files):
+            ray.kill(actor)
+
+
 class StreamCoordinator:
-    """Async Ray actor; wrap with `ray.remote(StreamCoordinator)` at the call site."""
+    """Async Ray actor; see `coordinating`."""
 
     def __init__(
         self,
         pool: ActorHandle[Any],
-        tokens: Mapping[str, npt.NDArray[Any]],
-        cache: tuple[list[ActorHandle[Any]], npt.NDArray[np.bool_]],
+        table: tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]],
+        files: list[ActorHandle[Any]],
+        pinned: npt.NDArray[np.bool_],
         max_bytes: int,
         ranks: int,
         max_tries: int,
     ) -> None:
-        """`tokens` is stream.pipeline.token_table's; `cache`: files, and which training samples are pinned.
-
-        Rows of the table beyond the training samples are held out.
-        """
+        """`table`: all token ids, flat, and the offsets of each row's."""
         self._pool = pool
-        self._ids, self._offsets = tokens["ids"], tokens["offsets"]
+        self._ids, self._offsets = table
         self._max_tries = max_tries
-        self._cache = EpochCache(*cache)
+        self._cache = EpochCache(files, pinned)
         self._flight = Flight(max_bytes, ranks)
         self._captured: set[tuple[int, int]] = set()
         self._attempts = self._asked = 0

@@ -16,14 +16,13 @@ import warnings
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import ray
 import ray.data
 from ray.actor import ActorHandle
 from ray.util.annotations import RayDeprecationWarning
 
-from eagle3_train.records import Pack, PackKey, Sample
+from eagle3_train.records import Pack, PackKey
 from eagle3_train.stream.plan import Window
 
 
@@ -50,15 +49,6 @@ class CapturedPack:
     bad: dict[int, str]
 
 
-def token_table(samples: list[Sample]) -> dict[str, npt.NDArray[Any]]:
-    """All token ids as one flat array with offsets: put once, read everywhere without a copy."""
-    lengths = np.array([len(sample.input_ids) for sample in samples], dtype=np.int64)
-    return {
-        "ids": np.concatenate([sample.input_ids for sample in samples]).astype(np.int32),
-        "offsets": np.concatenate([[0], np.cumsum(lengths)]),
-    }
-
-
 def captured_packs(windows: list[Window], rank: int, link: StreamLink) -> Iterator[CapturedPack]:
     """The rank's packs with their hidden states, in plan order.
 
@@ -66,7 +56,7 @@ def captured_packs(windows: list[Window], rank: int, link: StreamLink) -> Iterat
     """
     packs = [pack for window in windows for pack in window.packs if pack.rank == rank]
     rows = _dataset(windows, packs, link).iter_batches(
-        batch_size=1, prefetch_batches=1, batch_format="numpy"
+        batch_size=1, prefetch_batches=0, batch_format="numpy"
     )
     for number, (pack, row) in enumerate(zip(packs, rows, strict=True)):
         assert int(row["pack"][0]) == number, "Ray Data changed the order of packs"
