@@ -372,6 +372,7 @@ def main() -> None:
     arguments = parser.parse_args()
     hardware = torch.cuda.get_device_name() if ON_GPU else f"{os.cpu_count()} CPU cores"
     ray.init(
+        "local",
         num_cpus=16,
         object_store_memory=(8 << 30) if ON_GPU else (1 << 30),
         runtime_env={"env_vars": {"VLLM_NO_USAGE_STATS": "1"}},

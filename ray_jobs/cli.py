@@ -58,7 +58,7 @@ def connect() -> None:
         ray.init(runtime_env=environment, log_to_driver=True)
         return
     # Logical CPUs: the demo's engine, trainers and actors share few cores, and mostly wait.
-    ray.init(num_cpus=max(4, os.cpu_count() or 1), runtime_env=environment)
+    ray.init("local", num_cpus=max(4, os.cpu_count() or 1), runtime_env=environment)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ def ray_cluster() -> Iterator[str]:
 
     folders = (Path(__file__).parent.parent, Path(__file__).parent / "integration")
     context = ray.init(
+        "local",  # whatever cluster an earlier process may have announced
         num_cpus=4,
         include_dashboard=True,
         object_store_memory=512 << 20,
