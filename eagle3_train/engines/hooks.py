@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.model_loader import utils as loading
 from vllm.model_executor.models.interfaces import SupportsEagle3, supports_eagle3
 from vllm.platforms import current_platform
 
@@ -37,6 +38,7 @@ class TappingWorker(PlatformWorker):  # type: ignore[misc]
                     f"target.tap_by_hooks={named!r}, but vLLM loads {found.__name__}: name that one"
                 )
             config.registry.register_model(architecture, tapped(found))
+            loading._MODEL_ARCH_BY_HASH.clear()  # of a wrapper, vLLM has resolved the class already
         super().load_model(**kwargs)
         versions.tap_last_layer(self.get_model())
 

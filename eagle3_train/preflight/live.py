@@ -34,6 +34,7 @@ from eagle3_train.preflight.states import (
     Answer,
     Rounding,
     agreement,
+    common_tokens,
     draft_parity,
     lossless,
     states_complete,
@@ -226,7 +227,9 @@ def _served(
                 room = min(ANSWER_TOKENS, spec.max_model_len - len(prompt))
                 (generation,) = engine.generate([Request("draft", prompt, room)])
                 spoken.append(prompt + generation.output_ids)
-                drafted.append((answer, engine.take_drafts()))
+                alike = common_tokens(answer.ids, spoken[-1])
+                lists = [one for one in engine.take_drafts() if one.position + 1 < alike]
+                drafted.append((answer, lists))
     return [
         lossless(answers, spoken, weights, facts.rms_norm_eps, _rounding(spec)),
         draft_parity(drafted, drafter, target, _rounding(spec)),

@@ -149,6 +149,7 @@ def test_an_answer_may_part_only_where_two_tokens_tie(engine):
     ):
         changed = (*ids[:30], token, *ids[31:])
         assert states.lossless([right], [changed], weights, EPS, rounding).verdict == verdict
+    assert states.lossless([right], [ids[:30]], weights, EPS, states.ROUNDED).verdict == "fail"
 
 
 def test_rounded_states_pass_and_wrong_ones_still_fail(engine):
