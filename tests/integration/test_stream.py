@@ -54,7 +54,8 @@ def samples(count: int) -> list[Sample]:
 def config_of(folder: Path, name: str) -> JobConfig:
     raw = tiny_config(folder, name)
     raw["train"] |= {"epochs": 5, "workers": 1, "accumulation": 1, "eval_every": 40}
-    raw["train"] |= {"checkpoint_every": 10}
+    raw["train"] |= {"checkpoint_every": 1000}
+    raw["log"] = {"wandb_mode": "disabled"}  # wandb leaves folders of its own behind
     return JobConfig.model_validate(raw)
 
 
@@ -125,7 +126,7 @@ def cache_for(train_samples: list[Sample], share: float) -> int:
 
 @pytest.mark.parametrize("share", [0.0, 0.35, 1.0])
 def test_captures_equal_the_formula_for_every_cache_size(pool: Any, share: float) -> None:
-    reader = Reader(pool, samples(30), cache_for(samples(30), share))
+    reader = Reader(pool, samples(20), cache_for(samples(20), share))
     reader.read()
     counters = reader.close()
     assert counters.captures == planned_captures(reader.pinned, SHAPE.epochs)
@@ -147,7 +148,7 @@ def shard_file() -> tuple[Path, int]:
 def test_a_damaged_cache_and_a_lost_worker_group_cost_recaptures_and_nothing_else(
     pool: Any,
 ) -> None:
-    reader = Reader(pool, samples(30), cache_for(samples(30), 0.5))
+    reader = Reader(pool, samples(20), cache_for(samples(20), 0.5))
 
     def damage(window: Window) -> bool:
         if all(epoch > 0 for pack in window.packs for epoch, _ in pack.entries):
@@ -180,14 +181,20 @@ def left_on_disk() -> set[str]:
     return {name for name in names if not name.startswith(("ray", "pytest-of", "bash_jobs"))}
 
 
-def write_run(folder: Path, name: str, cache_share: float) -> JobConfig:
-    """A run with 200 training samples, a budget of 1/20 of their bytes and a part of them cached."""
+def alive() -> list[str]:
+    """Classes of the actors that run on this cluster, whatever other one an earlier process announced."""
+    actors = list_actors(ray.get_runtime_context().gcs_address, limit=1000)
+    return sorted(actor.class_name for actor in actors if actor.state == "ALIVE")
+
+
+def write_run(folder: Path, name: str, cache_share: float, count: int = 200) -> JobConfig:
+    """A run with `count` training samples, a budget of 1/20 of their bytes and a part of them cached."""
     raw = config_of(folder, name).model_dump(mode="json")
-    made = samples(200)
+    made = samples(count)
     total = sum(s.captured_tokens for s in made) * TOKEN_BYTES
     raw["corpus"]["held_out_fraction"] = 0.0
     raw["stream"] |= {"max_bytes_in_flight": total // 20, "cache_bytes": int(cache_share * total)}
-    raw["stream"]["cache_dir"] = str(folder)
+    raw["stream"] |= {"cache_dir": str(folder), "tokens_per_pack": 448}
     config = JobConfig.model_validate(raw)
     write_shard(RunDir(config.run_path).samples, 0, made, ["null"] * len(made))
     return config
@@ -210,13 +217,13 @@ def test_five_epochs_over_200_samples_with_a_twentieth_of_their_bytes(
 
 
 def test_replay_trains_every_pair_with_fewer_captures(pool: Any, tmp_path: Path) -> None:
-    raw = write_run(tmp_path, "replayed", cache_share=0.0).model_dump(mode="json")
+    raw = write_run(tmp_path, "replayed", cache_share=0.0, count=60).model_dump(mode="json")
     raw["train"] |= {"epochs": 4, "eval_every": 4, "checkpoint_every": 4, "workers": 2}
     raw["stream"] |= {"replay": 4, "max_bytes_in_flight": 600_000}
     config = JobConfig.model_validate(raw)
     result = train.run(config, pool)
-    assert result["samples_trained"] == 800
-    assert result["captures"] == result["captures_planned"] == 200
+    assert result["samples_trained"] == 240
+    assert result["captures"] == result["captures_planned"] == 60
     lines = read_metrics(RunDir(config.run_path).metrics)
     assert [m["step"] for m in lines if "train/loss" in m] == list(range(1, result["steps"] + 1))
 
@@ -225,7 +232,7 @@ def test_an_interrupted_job_leaves_nothing_behind(pool: Any, tmp_path: Path) -> 
     config = write_run(tmp_path, "interrupted", cache_share=1.0)
     file = tmp_path / "job.yaml"
     file.write_text(yaml.safe_dump(json.loads(config.model_dump_json())))
-    before, used = left_on_disk(), store_stats().object_store_bytes_used
+    before, used, actors = left_on_disk(), store_stats().object_store_bytes_used, alive()
     groups = len(ray.util.placement_group_table())
     job = subprocess.Popen(
         [sys.executable, "ray_jobs/train.py", "-c", str(file)],
@@ -237,13 +244,13 @@ def test_an_interrupted_job_leaves_nothing_behind(pool: Any, tmp_path: Path) -> 
     while not any(m["step"] >= 3 for m in read_metrics(RunDir(config.run_path).metrics)):
         assert job.poll() is None, "the job ended before it was interrupted"
         time.sleep(0.1)
-    mine = {actor.actor_id for actor in list_actors() if actor.state == "ALIVE"}
-    assert any(actor.class_name == "ShardFile" for actor in list_actors())
+    assert "ShardFile" in alive()
     job.send_signal(signal.SIGINT)
     assert job.wait(timeout=90) != 0
-    alive = {a.actor_id: a.class_name for a in list_actors() if a.state == "ALIVE"}
-    assert set(alive) < mine, alive
-    assert not {"ShardFile", "StreamCoordinator"} & set(alive.values())
+    deadline = time.monotonic() + 30  # Ray ends a driver's actors a moment after the driver
+    while alive() != actors and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert alive() == actors
     table = ray.util.placement_group_table().values()
     assert len([g for g in table if g["state"] != "REMOVED"]) <= groups
     assert store_stats().object_store_bytes_used <= used
