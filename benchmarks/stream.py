@@ -103,7 +103,7 @@ def write_llama8b(directory: Path) -> Path:
 def job(
     target: Path, folder: Path, scale: Scale, max_len: int, name: str = "bench", **stream: Any
 ) -> JobConfig:
-    """Configuration of engines and of case b; one window is one pack."""
+    """Configuration of engines and of case b; one window is one pack, as many epochs as replays."""
     facts = read_facts(str(target))
     share: dict[str, Any] = {"gpus_per_worker": 0.5} if ON_GPU else {}
     return JobConfig.model_validate(
@@ -133,6 +133,7 @@ def job(
             | stream,
             "train": share
             | {
+                "epochs": stream.get("replay", 1),
                 "cpus_per_worker": 4 if ON_GPU else 1,
                 "ttt_steps": 7 if ON_GPU else 3,
                 "dtype": "bfloat16" if ON_GPU else "float32",
@@ -284,22 +285,20 @@ def together(
     window = (scale.sample * scale.per_pack + 1) * token_bytes
     vocab = read_facts(str(target)).vocab_size
 
-    def fit(name: str, packs: int, epochs: int, **stream: Any) -> tuple[JobConfig, dict[str, Any]]:
+    def fit(name: str, packs: int, **stream: Any) -> tuple[JobConfig, dict[str, Any]]:
         config = job(target, folder, scale, scale.sample, name, **stream)
-        train_config = config.train.model_copy(update={"epochs": epochs})
-        config = config.model_copy(update={"train": train_config})
         samples = make_samples([scale.sample] * packs * scale.per_pack, vocab)
         write_shard(RunDir(config.run_path).samples, 0, samples, ["null"] * len(samples))
         return config, train.run(config, pool)
 
     spilled = spilled_bytes()
-    stream, result = fit("together", scale.train_packs, 1, max_bytes_in_flight=6 * window)
+    stream, result = fit("together", scale.train_packs, max_bytes_in_flight=6 * window)
     # Without the start (compilation) and the end, where what is left has been captured already.
     lines = read_metrics(RunDir(stream.run_path).metrics)[scale.train_packs // 4 : -8]
     tokens = sum(line["perf/tokens"] for line in lines[1:])
     ahead = lines[0]["stream/bytes_in_flight"] - lines[-1]["stream/bytes_in_flight"]
     tokens -= max(0, ahead) / token_bytes  # captured before these steps began
-    alone, _ = fit("alone", 6, 4, max_bytes_in_flight=window, replay=4)
+    alone, _ = fit("alone", 6, max_bytes_in_flight=window, replay=4)
     again = [m for m in read_metrics(RunDir(alone.run_path).metrics) if (m["step"] - 1) % 4]
     return {
         "delivered_tok_s": tokens / (lines[-1]["time_s"] - lines[0]["time_s"]),
