@@ -138,6 +138,11 @@ def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -
 
 
 def _capture_arguments(spec: EngineSpec, connector: dict[str, Any]) -> dict[str, Any]:
+    if spec.boundaries[0] == 0 and not versions.on_cpu():
+        raise ValueError(
+            "boundary 0 (the embeddings) cannot be captured on a GPU: vLLM keeps its buffer, not a copy, and the "
+            "first layers' fused add and norm write into it; choose drafter.aux_layers >= 1"
+        )
     return {
         "scheduler_cls": "eagle3_train.engines.scheduler.CaptureScheduler",
         "async_scheduling": False,  # on by default on GPU, where it takes a scheduler made for it

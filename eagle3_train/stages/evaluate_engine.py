@@ -74,7 +74,8 @@ class Server:
 
 @contextmanager
 def serving(config: JobConfig, spec: EngineSpec) -> Iterator[Server]:
-    """One replica for the duration."""
+    """One replica for the duration, ready for as many requests as are ever in flight and no more: it starts sooner."""
+    spec = replace(spec, max_num_seqs=min(spec.max_num_seqs, MOST_CONCURRENT))
     pool = start_pool(spec, config.engine.model_copy(update={"replicas": 1}))
     try:
         (replica,) = ray.get(pool.handles.remote()).values()
