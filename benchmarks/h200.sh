@@ -6,15 +6,19 @@
 #   bash benchmarks/h200.sh rollout SOURCES OUT      the 10,000-prompt rollout beside plain vLLM
 #   bash benchmarks/h200.sh stream OUT               capture into the trainer's memory, and colocated end to end (8B sizes, SmolLM2)
 #   bash benchmarks/h200.sh serve SOURCES EVAL OUT   the whole pipeline, served on MT-bench, GSM8K and HumanEval; again completes it
-# Everything printed goes to OUT too, line by line, so a command that is cut off still says how far it came.
+#   bash benchmarks/h200.sh step PEERS OUT           the training step beside the peers' checkouts in PEERS
+# Everything printed goes to OUT too, line by line, so a command that is cut off still says how far it came. Target and
+# runs lie outside the checkout: a machine that is sent the tree again removes from it what it did not send.
 set -euo pipefail
 source /opt/site/env.sh
 export PYTHONPATH=$PWD:$PYTHONPATH PYTHONUNBUFFERED=1 TRITON_F32_DEFAULT=ieee  # else float32 attention is TF32
 out=${!#}
-mkdir -p "$out"
+work=${WORK:-/opt/eagle3}
+target=$work/smollm2-135m-instruct
+mkdir -p "$out" "$work"
 
 smollm2() {
-  python3 data/demo_target.py --gguf /opt/models/SmolLM2-135M-Instruct.Q4_1.gguf
+  python3 data/demo_target.py --gguf /opt/models/SmolLM2-135M-Instruct.Q4_1.gguf --out "$target"
 }
 
 # live NAME CONFIG OVERRIDE...: exit status of the first run that failed, after all have run
@@ -35,8 +39,8 @@ preflight)
   case $2 in
   smollm2)
     smollm2
-    live smollm2-float32 configs/h200-smollm2.yaml engine.dtype=float32 stream.dtype=float32
-    live smollm2-bfloat16 configs/h200-smollm2.yaml
+    live smollm2-float32 configs/h200-smollm2.yaml target.path="$target" engine.dtype=float32 stream.dtype=float32
+    live smollm2-bfloat16 configs/h200-smollm2.yaml target.path="$target"
     ;;
   kimi)
     python3 -m tests.tiny /tmp/kimi-shaped
@@ -48,22 +52,32 @@ preflight)
   ;;
 rollout)
   smollm2
-  python3 benchmarks/rollout.py -c configs/h200-smollm2.yaml "corpus.sources=[$2]"
-  cp runs/h200-smollm2/rollout/{state.json,accounting.json,synthesised.jsonl} benchmarks/results/rollout.jsonl "$out"
+  python3 benchmarks/rollout.py -c configs/h200-smollm2.yaml runs_dir="$work/runs" target.path="$target" "corpus.sources=[$2]"
+  cp "$work"/runs/h200-smollm2/rollout/{state.json,accounting.json,synthesised.jsonl} benchmarks/results/rollout.jsonl "$out"
   ;;
 serve)
   smollm2
-  job=(-c configs/h200-smollm2.yaml "corpus.sources=[$2]" evaluate.num_prompts=20 evaluate.sampled_answers=16
+  job=(-c configs/h200-smollm2.yaml runs_dir="$work/runs" target.path="$target" "corpus.sources=[$2]" evaluate.num_prompts=20 evaluate.sampled_answers=16
     "evaluate.sources=[$3/mt_bench.jsonl, $3/gsm8k.jsonl, $3/humaneval.jsonl]")
   python3 ray_jobs/pipeline.py "${job[@]}" 2>&1 | tee "$out/pipeline.txt"
   python3 benchmarks/serve.py "${job[@]}" 2>&1 | tee "$out/serve.txt"
-  cp -r runs/h200-smollm2/{metrics.jsonl,timings.json,evaluate,report} benchmarks/results/serve.jsonl "$out"
+  tar czf "$out/run.tgz" -C "$work/runs/h200-smollm2" metrics.jsonl timings.json evaluate report
+  cp benchmarks/results/serve.jsonl "$out"
   ;;
 stream)
   python3 -m benchmarks.stream --target llama8b --cases a b 2>&1 | tee "$out/stream-llama8b.txt" || status=1
   smollm2
-  python3 -m benchmarks.stream --target models/smollm2-135m-instruct --cases a b 2>&1 | tee "$out/stream-smollm2.txt" || status=1
+  python3 -m benchmarks.stream --target "$target" --cases a b 2>&1 | tee "$out/stream-smollm2.txt" || status=1
   cp benchmarks/results/stream.jsonl "$out"
+  ;;
+step)
+  python3 -m pytest -q tests/gpu/test_step_gpu.py 2>&1 | tee "$out/test.txt" || status=1
+  PYTHONPATH=$2/site:$PYTHONPATH
+  beside=(--peers "$2" --out "$out/step.jsonl" --warmup 3)
+  python3 benchmarks/step.py --shapes llama8b --impls ours ours-fp8 specforge speculators "${beside[@]}" 2>&1 | tee "$out/llama8b.txt"
+  python3 benchmarks/step.py --shapes kimi "${beside[@]}" 2>&1 | tee "$out/kimi.txt"
+  python3 benchmarks/step.py --shapes ragged --impls ours specforge "${beside[@]}" 2>&1 | tee "$out/ragged.txt"
+  python3 benchmarks/step.py --shapes kimi-32k --impls ours "${beside[@]}" 2>&1 | tee "$out/kimi-32k.txt"
   ;;
 esac
 exit $status
