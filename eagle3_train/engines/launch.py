@@ -65,12 +65,13 @@ def chunks_prefill(spec: EngineSpec) -> bool:
 
 
 def arena_bytes(spec: EngineSpec, hidden_size: int) -> int:
-    """Host memory for states on their way out: four engine steps, or four of the longest samples."""
+    """Host memory for states on their way out: four engine steps or of the longest samples, or two packs."""
     if spec.arena_bytes is not None:
         return spec.arena_bytes
     itemsize = {"bfloat16": 2, "float32": 4}[spec.capture_dtype]
     row = len(spec.boundaries) * hidden_size * itemsize
-    return 4 * max(batched_tokens(spec), spec.max_model_len) * (row + 4)  # 4: the token's id
+    tokens = max(4 * batched_tokens(spec), 4 * spec.max_model_len, 2 * spec.pack_tokens)
+    return tokens * (row + 4)  # 4: the token's id
 
 
 def sampling_params(key: str, request: Request) -> Any:

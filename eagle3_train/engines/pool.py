@@ -69,6 +69,7 @@ def spec_for(
         load_format=engine.load_format,
         seed=config.rollout.seed,
         capture_dtype=config.stream.dtype,
+        pack_tokens=config.stream.tokens_per_pack,
         tap_by_hooks=config.target.tap_by_hooks or "",
     )
 

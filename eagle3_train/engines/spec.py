@@ -14,7 +14,8 @@ class EngineSpec:
 
     purpose: "capture" taps `boundaries` (sorted, last one is L) and also generates; "serve" drafts with
     the EAGLE-3 checkpoint in `drafter`; "plain" only generates. Sizes are tokens and bytes.
-    arena_bytes: host memory the hidden states pass through; null fits a few engine steps.
+    arena_bytes: host memory the hidden states pass through; null fits a few engine steps and two packs.
+    pack_tokens: the largest pack that is captured at once.
     chunked_prefill: null is on where it is correct (off on CPU and while serving a drafter).
     own_process: run vLLM's core in a process of its own (GPU) instead of the caller's (CPU); null chooses.
     tap_by_hooks: name of a vLLM class without taps whose layers forward hooks tap instead; needs enforce_eager.
@@ -41,6 +42,7 @@ class EngineSpec:
     seed: int = 0
     capture_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     arena_bytes: int | None = None
+    pack_tokens: int = 0
     chunked_prefill: bool | None = None
     block_size: int | None = None
     own_process: bool | None = None
