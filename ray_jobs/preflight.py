@@ -1,6 +1,7 @@
 """Will it work, and at what cost: `preflight.py -c FILE... [--depth static|plan|live] [--json FILE] [section.field=value ...]`."""
 
 import argparse
+import logging
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ def main() -> int:
         return 2
     from eagle3_train.stages import preflight
 
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("eagle3_train").setLevel(logging.INFO)
     if arguments.depth == "live" and os.environ.get("RAY_ADDRESS"):
         from ray_jobs import cli
 

@@ -161,13 +161,7 @@ def write_target(directory: Path, family: Family) -> Path:
         for name, buffer in model.named_buffers():
             if "e_score_correction_bias" in name:
                 buffer.normal_(0, 0.05)
-    model.save_pretrained(directory)
-    write_tokenizer(directory)
-    if family == "mla":
-        config = json.loads((directory / "config.json").read_text())
-        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-        (directory / "config.json").write_text(json.dumps(config))
-    return directory
+    return _save(directory, model, "float32")
 
 
 def write_deepseek(directory: Path, device: Device) -> Path:
@@ -196,7 +190,6 @@ def write_deepseek(directory: Path, device: Device) -> Path:
         v_head_dim=128,
         routed_scaling_factor=2.827,
         norm_topk_prob=True,
-        architectures=["DeepseekV3ForCausalLM"],
     )
     model = DeepseekV3ForCausalLM(shape)
     with torch.no_grad():
@@ -205,7 +198,14 @@ def write_deepseek(directory: Path, device: Device) -> Path:
                 gain = 0.1 if ".experts." in name and "down_proj" in name else 1.0
                 parameter.normal_(std=gain * parameter.shape[-1] ** -0.5)
         model.get_input_embeddings().weight.normal_()
-    dtype = {"cpu": "float32", "cuda": "bfloat16"}[device]
+    return _save(directory, model, {"cpu": "float32", "cuda": "bfloat16"}[device])
+
+
+def _save(directory: Path, model: Any, dtype: str) -> Path:
+    """Write weights, configuration and tokenizer.
+
+    Not through save_pretrained: once vLLM has loaded experts in this process, that names them otherwise.
+    """
     tensors = {
         name: tensor if "correction_bias" in name else tensor.to(getattr(torch, dtype))
         for name, tensor in _single_experts(model.state_dict()).items()
@@ -213,8 +213,10 @@ def write_deepseek(directory: Path, device: Device) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     save_file(tensors, directory / "model.safetensors", {"format": "pt"})
     write_tokenizer(directory)
-    config = json.loads(shape.to_json_string(use_diff=False))
-    config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "dtype": dtype}
+    config = json.loads(model.config.to_json_string(use_diff=False))
+    config |= {"architectures": [type(model).__name__], "dtype": dtype}
+    if config["model_type"] == "deepseek_v3":
+        config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
 

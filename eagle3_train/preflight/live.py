@@ -6,6 +6,7 @@ untrained drafter. What is checked is in states.py.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -44,6 +45,8 @@ from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import TargetFacts, resolve_boundaries
 from eagle3_train.target.weights import FrozenWeights, read_frozen
 
+log = logging.getLogger(__name__)
+
 QUESTIONS = (
     "Why does the moon seem larger near the horizon?",
     "Write a Python function that returns the n-th Fibonacci number, and explain every line of it.",
@@ -58,22 +61,29 @@ CHUNK_TOKENS = 32
 
 
 def live_checks(config: JobConfig, facts: TargetFacts) -> list[Check]:
-    """Boot, capture, serve, compare. Engines start and stop one after the other."""
+    """Boot, capture, serve, compare; each check is logged as soon as it is known."""
+    checks = []
+    for check in _checks(config, facts):
+        log.info("preflight: %s %s: %s", check.verdict, check.name, check.reason)
+        checks.append(check)
+    return checks
+
+
+def _checks(config: JobConfig, facts: TargetFacts) -> Iterator[Check]:
+    """Engines start and stop one after the other."""
     started = time.monotonic()
-    checks: list[Check] = []
     try:
         spec = capture_spec(config, facts)
-        answers, alone, more = captured_answers(config, facts, spec)
-        checks += more
+        answers, alone, found = captured_answers(config, facts, spec)
+        yield from found
         if alone:
-            weights, allowed = read_frozen(facts.path), _rounding(spec)
-            checks.append(teacher_parity(answers, weights, facts.rms_norm_eps, allowed))
-            checks += _stressed(spec, answers, alone, facts.mla is not None)
-            checks += _served(config, facts, spec, answers, weights)
+            weights = read_frozen(facts.path)
+            yield teacher_parity(answers, weights, facts.rms_norm_eps, _rounding(spec))
+            yield from _stressed(spec, answers, alone, facts.mla is not None)
+            yield from _served(config, facts, spec, answers, weights)
     except (EngineError, ValueError) as error:
-        checks.append(Check("engine_start", "fail", str(error), "see docs/preflight.md"))
-    checks.append(Check("live_time", "ok", f"{time.monotonic() - started:.0f} s"))
-    return checks
+        yield Check("engine_start", "fail", str(error), "see docs/preflight.md")
+    yield Check("live_time", "ok", f"{time.monotonic() - started:.0f} s")
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from eagle3_train.preflight.live import (
 from eagle3_train.preflight.nodes import node_versions, object_store
 from eagle3_train.stages.preflight import run
 from eagle3_train.target.facts import read_facts
-from tests.tiny import AUX, write_target
+from tests.tiny import AUX, write_kimi, write_target
 
 pytestmark = pytest.mark.vllm
 
@@ -85,16 +85,7 @@ def test_every_node_is_asked_for_its_versions(ray_cluster: str) -> None:
 
 @pytest.fixture(scope="module")
 def kimi_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written by a process of its own: once vLLM has loaded experts here, transformers saves them under other names."""
-    directory = tmp_path_factory.mktemp("kimi")
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from tests.tiny import write_kimi\n"
-        "write_kimi(Path(sys.argv[1]), 'cpu')"
-    )
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", code, str(directory)], cwd=root, check=True, timeout=200)
-    return directory
+    return write_kimi(tmp_path_factory.mktemp("kimi"), "cpu")
 
 
 @pytest.fixture
