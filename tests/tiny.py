@@ -204,7 +204,8 @@ def write_deepseek(directory: Path, device: Device) -> Path:
 def _save(directory: Path, model: Any, dtype: str) -> Path:
     """Write weights, configuration and tokenizer.
 
-    Not through save_pretrained: once vLLM has loaded experts in this process, that names them otherwise.
+    Not through save_pretrained: once vLLM has loaded experts in this process, that names them otherwise. It also
+    renames DeepSeek's configuration class to kimi_k2 when it serves an MLA drafter.
     """
     tensors = {
         name: tensor if "correction_bias" in name else tensor.to(getattr(torch, dtype))
@@ -215,7 +216,8 @@ def _save(directory: Path, model: Any, dtype: str) -> Path:
     write_tokenizer(directory)
     config = json.loads(model.config.to_json_string(use_diff=False))
     config |= {"architectures": [type(model).__name__], "dtype": dtype}
-    if config["model_type"] == "deepseek_v3":
+    if type(model).__name__ == "DeepseekV3ForCausalLM":
+        config |= {"model_type": "deepseek_v3"}
         config |= {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
     (directory / "config.json").write_text(json.dumps(config))
     return directory
