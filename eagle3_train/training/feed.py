@@ -55,11 +55,13 @@ def feed(
     An error of the stream is raised here. Nothing of a pack but its device copy is kept by the feed.
     """
     stage = _Stage(shape)
-    ready: queue.Queue[tuple[FedPack, Any] | BaseException | None] = queue.Queue(maxsize=1)
+    ready: queue.SimpleQueue[tuple[FedPack, Any] | BaseException | None] = queue.SimpleQueue()
+    ahead = threading.Semaphore()  # one pack beside the one in use, never two
 
     def work() -> None:
         try:
             for captured in packs:
+                ahead.acquire()
                 ready.put(stage.load(captured, *documents(captured.pack)))
                 del captured  # its arrays are views of the object store
             ready.put(None)
@@ -69,10 +71,11 @@ def feed(
     threading.Thread(target=work, name="feed", daemon=True).start()
     held: list[FedPack] = []
     while _receive(ready, held):
+        ahead.release()
         yield held.pop()  # not kept here: the step frees it
 
 
-def _receive(ready: queue.Queue[Any], held: list[FedPack]) -> bool:
+def _receive(ready: queue.SimpleQueue[Any], held: list[FedPack]) -> bool:
     """Wait for the next pack and append it to `held`; False at the end."""
     item = ready.get()
     if item is None:

@@ -1,5 +1,6 @@
 """The feed: packs in order and whole, however many parts they came in; errors reach the step."""
 
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -56,6 +57,21 @@ def test_an_error_of_the_stream_is_raised_after_the_packs_before_it() -> None:
     assert next(packs).pack.window == 0
     with pytest.raises(ConnectionError, match="is gone"):
         next(packs)
+
+
+def test_only_one_pack_is_made_ready_beside_the_one_in_use() -> None:
+    loaded = []
+
+    def counted(one: Pack) -> tuple[list[Sample], int]:
+        loaded.append(one.window)
+        return documents(one)
+
+    whole = [CapturedPack(pack(n), [(STATES, [0, 1, 2])], {}) for n in range(4)]
+    packs = feed(iter(whole), counted, SHAPE)
+    for number in range(3):
+        assert next(packs).pack.window == number
+        time.sleep(0.1)  # a feed that ran further ahead would have done so by now
+        assert loaded == list(range(number + 2))
 
 
 def test_an_empty_pack_keeps_its_place() -> None:
