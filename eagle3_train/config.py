@@ -242,7 +242,7 @@ class TrainConfig(Section):
     checkpoint_every: PositiveInt = 50
     """Optimiser steps between checkpoints."""
     keep_checkpoints: PositiveInt = 2
-    """Newest checkpoints kept, beside the best."""
+    """Best checkpoints kept, by held-out acceptance, beside the newest."""
     log_every: PositiveInt = 1
     """Optimiser steps between metrics lines."""
     max_failures: NonNegativeInt = 3

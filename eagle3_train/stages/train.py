@@ -233,6 +233,12 @@ def _resources(config: JobConfig) -> dict[str, float]:
     return resources
 
 
+def _best(checkpoints: list[tuple[Any, dict[str, Any]]]) -> str:
+    """Path of the checkpoint with the highest score; the newest of equals (names are times)."""
+    ranked = [(float(m["eval/expected_acceptance_length"]), c.path) for c, m in checkpoints]
+    return str(max(ranked)[1])
+
+
 def _result(
     config: JobConfig,
     fit: ray.train.Result,
@@ -241,16 +247,13 @@ def _result(
 ) -> dict[str, Any]:
     """Content of train/result.json, as far as the fit and the stream's counters tell it."""
     assert fit.checkpoint is not None
-    best = max(fit.best_checkpoints, key=lambda c: float(c[1]["eval/expected_acceptance_length"]))[
-        0
-    ]
     saved = json.loads((Path(fit.checkpoint.path) / checkpoint.STATE).read_text())
     last_eval = [
         m for m in runlog.read_metrics(RunDir(config.run_path).metrics) if "eval/step_accuracy" in m
     ]
     trained = Ledger.from_hex(saved["ledger"], config.train.epochs, samples).count
     return {
-        "best_checkpoint": best.path,
+        "best_checkpoint": _best(fit.best_checkpoints),
         "last_checkpoint": fit.checkpoint.path,
         "samples_expected": config.train.epochs * samples,
         "samples_trained": trained,
