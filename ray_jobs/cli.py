@@ -14,16 +14,20 @@ from typing import Any
 from eagle3_train.config import JobConfig, load_config
 
 
+def compose(given: list[str], more: list[str]) -> JobConfig:
+    """Configuration from what followed -c and everything else; raises ConfigError."""
+    files = [Path(text) for text in given if "=" not in text]
+    overrides = [text for text in given if "=" in text]  # -c takes what follows it
+    return load_config(files, overrides + [text.lstrip("-") for text in more])
+
+
 def parse(description: str) -> JobConfig:
     """Configuration named on the command line; exits with status 2 and a message when unusable."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("-c", "--config", nargs="+", required=True, metavar="FILE")
     arguments, more = parser.parse_known_args()
-    files = [Path(text) for text in arguments.config if "=" not in text]
-    overrides = [text for text in arguments.config if "=" in text]  # -c takes what follows it
-    overrides += [text.lstrip("-") for text in more]
     try:
-        return load_config(files, overrides)
+        return compose(arguments.config, more)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
 

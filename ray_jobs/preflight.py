@@ -6,8 +6,9 @@ import os
 import sys
 from pathlib import Path
 
-from eagle3_train.config import ConfigError, load_config
+from eagle3_train.config import ConfigError
 from eagle3_train.rundir import write_atomic
+from ray_jobs import cli
 
 
 def main() -> int:
@@ -16,11 +17,9 @@ def main() -> int:
     parser.add_argument("-c", "--config", nargs="+", required=True, metavar="FILE")
     parser.add_argument("--depth", choices=("static", "plan", "live"), default="plan")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report as JSON")
-    arguments, overrides = parser.parse_known_args()
-    files = [Path(text) for text in arguments.config if "=" not in text]
-    overrides = [text for text in arguments.config if "=" in text] + overrides
+    arguments, more = parser.parse_known_args()
     try:
-        config = load_config(files, overrides)
+        config = cli.compose(arguments.config, more)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -29,8 +28,6 @@ def main() -> int:
     logging.basicConfig(format="%(asctime)s %(message)s")
     logging.getLogger("eagle3_train").setLevel(logging.INFO)
     if arguments.depth == "live" and os.environ.get("RAY_ADDRESS"):
-        from ray_jobs import cli
-
         cli.connect()
     report = preflight.run(config, arguments.depth, Path.cwd())
     if arguments.json:
