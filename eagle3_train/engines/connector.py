@@ -3,8 +3,7 @@
 Runs inside vLLM: the scheduler's half names the blocks of a finished request, the worker's half (TP rank 0)
 copies them. The states of a request cover every token that was an input: prompt and answer but the last
 token. Blocks are kept until the copy is done, so a slow consumer slows the scheduler instead of losing
-states. On CUDA the copy runs on a stream of its own, beside the next forward pass, straight into the pinned
-arena; where the arena cannot be pinned (gVisor), through pinned buffers that PyTorch's allocator reuses.
+states. On CUDA the copy runs on a stream of its own, beside the next forward pass, straight into the pinned arena.
 
   scheduler: request_finished -> Save -> metadata     worker: Save + grant -> copy -> done -> blocks are free
 """
@@ -13,10 +12,7 @@ arena; where the arena cannot be pinned (gVisor), through pinned buffers that Py
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,8 +28,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from eagle3_train.engines import versions
 from eagle3_train.engines.handover import connect
-
-log = logging.getLogger("eagle3_train")
 
 STAGING_BYTES = 64 << 20
 cuda: Any = torch.cuda  # untyped in torch
@@ -226,9 +220,7 @@ class Copier:
         """Wait for running copies, unpin, disconnect."""
         if self._stream is not None:
             self._stream.synchronize()
-            self._bouncer.shutdown()
-            if self._pinned:
-                cuda.cudart().cudaHostUnregister(self._arena.bytes.data_ptr())
+            cuda.cudart().cudaHostUnregister(self._arena.bytes.data_ptr())
         self._channel.close()
 
     def _begin(self, save: Save, grant: dict[str, Any]) -> None:
@@ -262,18 +254,12 @@ class Copier:
     def _pin(self) -> None:
         """Make the arena DMA-able and set up the side stream and its two reused staging buffers."""
         arena = self._arena.bytes
-        self._pinned = int(cuda.cudart().cudaHostRegister(arena.data_ptr(), len(arena), 0)) == 0
-        if not self._pinned:
-            log.warning(
-                "cannot pin the %d bytes of the hand-over arena (locked-memory limit, or a sandbox): "
-                "hidden states take one more copy in host memory",
-                len(arena),
+        status = cuda.cudart().cudaHostRegister(arena.data_ptr(), len(arena), 0)
+        if int(status) != 0:
+            raise RuntimeError(
+                f"cannot pin {len(arena)} bytes of host memory ({status}); lower stream.tokens_per_pack or "
+                "engine.max_num_batched_tokens, or raise the locked-memory limit"
             )
-            with suppress(
-                RuntimeError
-            ):  # the next kernel launch reports the refused call: let it be this one
-                torch.zeros(1, device=self._cache.device)
-        self._bouncer = ThreadPoolExecutor(1, "bounce")
         self._stream = cuda.Stream()
         block_bytes = self._cache[0].numel() * self._cache.element_size()
         blocks = max(1, STAGING_BYTES // block_bytes)
@@ -287,7 +273,6 @@ class Copier:
 
     def _copy_cuda(self, save: Save, out: Tensor) -> Copy:
         """Gather and copy on the side stream, behind everything launched so far."""
-        host = out if self._pinned else torch.empty_like(out, pin_memory=True)
         self._stream.wait_stream(cuda.current_stream())
         with cuda.stream(self._stream):
             index = torch.tensor(save.block_ids, dtype=torch.int64).pin_memory()
@@ -300,22 +285,14 @@ class Copier:
                 if self._converted is not self._staging:
                     self._converted[: len(part)].copy_(self._staging[: len(part)])
                 rows = self._converted[: len(part)].flatten(0, 1)
-                target = host[first * self._block : (first + len(part)) * self._block]
+                target = out[first * self._block : (first + len(part)) * self._block]
                 rows = rows[: len(target)]
                 target.copy_(rows, non_blocking=True)
                 total += rows.sum(dtype=torch.float32)
             checksum = torch.empty((), dtype=torch.float32, pin_memory=True)
             checksum.copy_(total, non_blocking=True)
             done = self._stream.record_event()
-        if self._pinned:
-            return Copy(save, checksum, done.query)
-
-        def bounce() -> None:
-            done.synchronize()
-            out.copy_(host)
-
-        bounced = self._bouncer.submit(bounce)
-        return Copy(save, checksum, lambda: bounced.done() and bounced.result() is None)
+        return Copy(save, checksum, done.query)
 
 
 def _runs(block_ids: list[int]) -> list[tuple[int, int]]:
