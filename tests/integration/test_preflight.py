@@ -24,7 +24,7 @@ from eagle3_train.preflight.live import (
 from eagle3_train.preflight.nodes import node_versions, object_store
 from eagle3_train.stages.preflight import run
 from eagle3_train.target.facts import read_facts
-from tests.tiny import AUX, write_target
+from tests.tiny import AUX, write_kimi, write_target
 
 pytestmark = pytest.mark.vllm
 
@@ -85,16 +85,7 @@ def test_every_node_is_asked_for_its_versions(ray_cluster: str) -> None:
 
 @pytest.fixture(scope="module")
 def kimi_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Written by a process of its own: vLLM, once loaded here, changes what transformers writes."""
-    directory = tmp_path_factory.mktemp("kimi")
-    code = (
-        "import sys; from pathlib import Path\n"
-        "from tests.tiny import write_kimi\n"
-        "write_kimi(Path(sys.argv[1]), 'cpu')"
-    )
-    root = Path(__file__).resolve().parents[2]
-    subprocess.run([sys.executable, "-c", code, str(directory)], cwd=root, check=True, timeout=200)
-    return directory
+    return write_kimi(tmp_path_factory.mktemp("kimi"), "cpu")
 
 
 @pytest.fixture
@@ -103,24 +94,16 @@ def kimi(kimi_target: Path, tmp_path: Path) -> JobConfig:
     return job(tmp_path, kimi_target, attention="mla", aux_layers=AUX["mla"], draft_vocab_size=256)
 
 
-def in_a_process_of_its_own(function: Any, *arguments: Any) -> Any:
-    """After other engines in one process vLLM builds this target without its routers' bias."""
-    return ray.get(ray.remote(max_calls=1)(function).remote(*arguments))
-
-
-@pytest.mark.ray
-def test_a_kimi_shaped_target_with_an_mla_drafter_passes(kimi: JobConfig, ray_cluster: str) -> None:
-    checks = in_a_process_of_its_own(live_checks, kimi, read_facts(kimi.target.path))
+def test_a_kimi_shaped_target_with_an_mla_drafter_passes(kimi: JobConfig) -> None:
+    checks = live_checks(kimi, read_facts(kimi.target.path))
     assert failed(checks) == []
     names = [check.name for check in checks if check.verdict == "ok"]
     assert {"teacher_parity", "lossless", "draft_parity"} <= set(names)
 
 
-@pytest.mark.ray
-def test_a_drafter_learns_from_a_kimi_shaped_target(kimi: JobConfig, ray_cluster: str) -> None:
+def test_a_drafter_learns_from_a_kimi_shaped_target(kimi: JobConfig) -> None:
     facts = read_facts(kimi.target.path)
-    spec = capture_spec(kimi, facts)
-    answers, _, checks = in_a_process_of_its_own(captured_answers, kimi, facts, spec)
+    answers, _, checks = captured_answers(kimi, facts, capture_spec(kimi, facts))
     assert failed(checks) == []
     drafter, target = untrained_drafter(kimi, facts)
     masks = [np.arange(len(answer.ids)) >= answer.prompt_tokens for answer in answers]
