@@ -77,8 +77,7 @@ def _changes(config: JobConfig, state: Json) -> list[str]:
     except CorpusError as error:  # moved away since: the answers stay valid
         log.warning("rollout: the data is taken as unchanged: %s", error)
         return names
-    # A state without the hash was written before it was recorded.
-    return names if state.get("data", data) == data else [*names, "contents of corpus.sources"]
+    return names if state.get("data") == data else [*names, "contents of corpus.sources"]
 
 
 def _flat(inputs: Json, prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -107,9 +107,7 @@ class StreamCoordinator:
             return
         delivery = Delivery()
         pending = list(range(len(entries)))
-        while (
-            pending
-        ):  # where two epochs meet, a pack may hold a sample twice: the second finds it cached
+        while pending:  # a pack where two epochs meet may hold a sample twice: the second is cached
             once = list({entries[index][1]: index for index in reversed(pending)}.values())
             await self._fill(delivery, key, entries, sorted(once))
             pending = [index for index in pending if index not in once]
