@@ -9,6 +9,7 @@
 #   bash benchmarks/h200.sh step PEERS OUT           the training step beside the peers' checkouts in PEERS
 # Everything printed goes to OUT too, line by line, so a command that is cut off still says how far it came. Target and
 # runs lie outside the checkout: a machine that is sent the tree again removes from it what it did not send.
+# EAGLE3_COMMIT names the commit of a tree sent without .git.
 set -euo pipefail
 source /opt/site/env.sh
 export PYTHONPATH=$PWD:$PYTHONPATH PYTHONUNBUFFERED=1 TRITON_F32_DEFAULT=ieee  # else float32 attention is TF32
@@ -62,6 +63,7 @@ serve)
   python3 ray_jobs/pipeline.py "${job[@]}" 2>&1 | tee "$out/pipeline.txt"
   python3 benchmarks/serve.py "${job[@]}" 2>&1 | tee "$out/serve.txt"
   tar czf "$out/run.tgz" -C "$work/runs/h200-smollm2" metrics.jsonl timings.json evaluate report
+  tar czf "$out/rollout.tgz" -C "$work/runs/h200-smollm2" rollout
   cp benchmarks/results/serve.jsonl "$out"
   ;;
 stream)

@@ -21,6 +21,10 @@ import tempfile
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from eagle3_train.provenance import commit
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "step.jsonl"
 LOCK = Path("/tmp/eagle3-step-benchmark.lock")
@@ -158,9 +162,6 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    head = ["git", "rev-parse", "--short", "HEAD"]
-    found_commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True, check=False)
-    commit = os.environ.get("BENCH_COMMIT") or found_commit.stdout.strip()
     records: list[dict[str, object]] = []
     parity = options.all and options.peers is not None
     for shape in PLAN if options.all else options.shapes:
@@ -174,7 +175,7 @@ def main() -> None:
             found += run_round(shape, options.supervised or fractions, impls, options, parity)
             parity = False
         date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        found = [{**r, "commit": commit, "date": date} for r in found]
+        found = [{**r, "commit": commit(), "date": date} for r in found]
         records += found
         print(f"{shape}: {len(found)} results in {time.monotonic() - started:.0f} s", flush=True)
         options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -30,12 +30,12 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Commit of the source tree, with `+dirty` when files differ; `unknown` outside a checkout."""
+    """Commit of the source tree, with `+dirty` when files differ; outside a checkout EAGLE3_COMMIT, else `unknown`."""
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         dirty = _git("status", "--porcelain", "--untracked-files=no")
     except (subprocess.CalledProcessError, FileNotFoundError):
-        return "unknown"
+        return os.environ.get("EAGLE3_COMMIT", "unknown")
     return f"{head}+dirty" if dirty else head
 
 
