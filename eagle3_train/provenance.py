@@ -30,12 +30,14 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Commit of the source tree, with `+dirty` when files differ; outside a checkout EAGLE3_COMMIT, else `unknown`."""
+    """EAGLE3_COMMIT, else the source tree's commit, with `+dirty` when files differ; `unknown` outside a checkout."""
+    if named := os.environ.get("EAGLE3_COMMIT"):
+        return named
     try:
         head = _git("rev-parse", "--short=12", "HEAD")
         dirty = _git("status", "--porcelain", "--untracked-files=no")
     except (subprocess.CalledProcessError, FileNotFoundError):
-        return os.environ.get("EAGLE3_COMMIT", "unknown")
+        return "unknown"
     return f"{head}+dirty" if dirty else head
 
 

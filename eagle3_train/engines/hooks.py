@@ -28,7 +28,7 @@ class TappingWorker(PlatformWorker):  # type: ignore[misc]
     """vLLM's worker, with a target that hands out every boundary that is asked for."""
 
     def load_model(self, **kwargs: Any) -> None:
-        """Put the tapped subclass in the place of the one class the user named; load; tap the last layer."""
+        """Put the tapped subclass in the place of the one class the user named; load; mend what this release lacks."""
         config = self.vllm_config.model_config
         found, architecture = config.registry.resolve_model_cls(config.architectures, config)
         named = self.vllm_config.additional_config["tap_by_hooks"]
@@ -41,6 +41,7 @@ class TappingWorker(PlatformWorker):  # type: ignore[misc]
             loading._MODEL_ARCH_BY_HASH.clear()  # of a wrapper, vLLM has resolved the class already
         super().load_model(**kwargs)
         versions.tap_last_layer(self.get_model())
+        versions.mend_draft_capture(self.model_runner)
 
 
 def tapped(found: type[nn.Module]) -> type[nn.Module]:

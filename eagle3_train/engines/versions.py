@@ -169,6 +169,42 @@ def tap_last_layer(target: torch.nn.Module) -> None:
             module.end_layer += 1
 
 
+def mend_draft_capture(runner: Any) -> None:
+    """Rebuild the attention metadata for each graph of the draft's prefill (V2 model runner of vLLM 0.23).
+
+    0.23 reuses what the target's capture built; its buffers hold another batch by then, and on an H200 a kernel reads
+    out of bounds (vLLM issue 47561, mended there by pull request 48261).
+    """
+    if release() >= (0, 30) or "speculator" not in vars(runner):
+        return
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, prepare_inputs_to_capture
+    from vllm.v1.worker.gpu.spec_decode.autoregressive import speculator
+
+    class FreshCapture(speculator.PrefillSpeculatorCudaGraphManager):  # type: ignore[misc]
+        """Builds dummy inputs for every warm-up and capture, as the target's manager does."""
+
+        def capture(self, forward: Any, _stale: Any, progress_bar_desc: str) -> None:
+            def create(batch: Any, warmup: bool) -> Any:
+                del warmup
+                requests = batch.num_reqs or min(batch.num_tokens, self.max_num_reqs)
+                state = prepare_inputs_to_capture(
+                    requests,
+                    batch.num_tokens,
+                    runner.model_state,
+                    runner.input_buffers,
+                    runner.block_tables,
+                    runner.attn_groups,
+                    runner.kv_cache_config,
+                    skip_attn=batch.cg_mode == CUDAGraphMode.PIECEWISE,
+                )
+                return lambda mode: forward(requests, batch.num_tokens, *state, None, mode), state
+
+            CudaGraphManager.capture(self, create, progress_bar_desc)
+
+    speculator.PrefillSpeculatorCudaGraphManager = FreshCapture
+
+
 def drafter_of(runner: Any) -> Any:
     """The proposer of a model runner, V1 (`drafter`) or V2 (`speculator`)."""
     return runner.drafter if "drafter" in vars(runner) else runner.speculator
