@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -73,21 +74,19 @@ def run_round(
     impls: tuple[str, ...],
     options: argparse.Namespace,
     parity: bool,
-) -> list[dict[str, object]]:
-    """Implementations that set up together and are timed one at a time (a file lock)."""
+) -> Iterator[dict[str, object]]:
+    """Results of implementations that set up together and are timed one at a time (a file lock), as they come."""
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
         running = {impl: _launch(impl, shape, fractions, options) for impl in impls}
         if parity:
             check_parity(options)
-    records: list[dict[str, object]] = []
     for impl, process in running.items():
         out, _ = process.communicate()
         found = [json.loads(line[7:]) for line in out.splitlines() if line.startswith("RESULT ")]
         if options.verbose or not found:
             print(f"--- {impl} on {shape} (exit {process.returncode})\n{out[-3500:]}", flush=True)
-        records += found
-    return records
+        yield from found
 
 
 def check_parity(options: argparse.Namespace) -> None:
@@ -170,17 +169,16 @@ def main() -> None:
             rounds = (tuple(options.impls),)
         elif options.peers is None:
             rounds = (tuple(impl for impls in rounds for impl in impls if impl.startswith("ours")),)
-        started, found = time.monotonic(), []
+        started = time.monotonic()
         for impls in rounds:
-            found += run_round(shape, options.supervised or fractions, impls, options, parity)
+            for found in run_round(shape, options.supervised or fractions, impls, options, parity):
+                date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+                records.append({**found, "commit": commit(), "date": date})
+                options.out.parent.mkdir(parents=True, exist_ok=True)
+                with options.out.open("a") as file:
+                    file.write(json.dumps(records[-1]) + "\n")
             parity = False
-        date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-        found = [{**r, "commit": commit(), "date": date} for r in found]
-        records += found
-        print(f"{shape}: {len(found)} results in {time.monotonic() - started:.0f} s", flush=True)
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        with options.out.open("a") as file:
-            file.writelines(json.dumps(r) + "\n" for r in found)
+        print(f"{shape}: {time.monotonic() - started:.0f} s", flush=True)
     print(table(records), flush=True)
 
 
