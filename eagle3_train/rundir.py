@@ -98,6 +98,10 @@ class RunDir:
         """Served measurements, JSON."""
         return self.root / "evaluate" / "evaluation.json"
 
+    def measured(self, name: str = "") -> Path:
+        """What one engine of an evaluation measured, JSON; the folder of all. Gone once `evaluation` is written."""
+        return self.root / "evaluate" / "measured" / (name and f"{name}.json")
+
     @property
     def report(self) -> Path:
         """Folder of report.md, summary.json and figures."""

@@ -1,13 +1,14 @@
 """`evaluate`: what the drafter is worth in the engine, on prompts training never saw.
 
-A plain engine answers first (speed without drafter, reference answers); a capture engine reads its greedy answers for
-the walked estimate; then one serving engine per drafter shape measures each drafter on the same prompts.
+A plain engine answers first (speed without drafter, reference answers); one serving engine per drafter shape measures
+each drafter on the same prompts; then a capture engine reads the plain engine's greedy answers for the walked estimate.
 Produces evaluate/evaluation.json and the model card's acceptance table.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 from datetime import UTC, datetime
 from functools import reduce
 from operator import add
@@ -22,16 +23,14 @@ from eagle3_train.drafter.walk import Acceptance
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log, read_metrics
 from eagle3_train.stages.evaluate_engine import (
-    Passes,
-    Plain,
-    Sampled,
+    Datasets,
+    Measured,
     hardware,
     measure_drafters,
     measure_plain,
 )
 from eagle3_train.stages.evaluate_prompts import evaluation_prompts, leaked
 from eagle3_train.stages.evaluate_statistics import (
-    Measurement,
     agreement,
     best_k,
     paired_difference,
@@ -71,27 +70,27 @@ def run(config: JobConfig) -> Json:
         drafters["other"] = Path(config.evaluate.against).resolve()
     prompts = evaluation_prompts(config)
     leaks = leaked(config, prompts)
-    plain, prompts = measure_plain(config, prompts)
+    plain = measure_plain(config, prompts)
+    served = measure_drafters(config, plain.prompts, drafters)
     walks: dict[str, Walks] = {}
     if config.evaluate.sampling.temperature == 0:  # only greedy answers can be walked
-        first = config.evaluate.concurrency[0]
-        answers = {name: m.answers for (name, count), m in plain.passes.items() if count == first}
+        first = plain.passes[config.evaluate.concurrency[0]]
+        answers = {name: measured.answers for name, measured in first.items()}
         walks = walk_answers_of(config, drafters, answers, plain.facts.dtype)
-    served, sampled = measure_drafters(config, prompts, drafters)
-    result = compose(config, plain, served, walks, sampled, leaks) | {"inputs": inputs}
+    result = compose(config, plain, served, walks, leaks) | {"inputs": inputs}
     for alarm in result["alarms"]:
         log.warning("evaluate: ALARM %s", alarm)
     write_atomic(paths.evaluation, json.dumps(result, indent=1))
+    shutil.rmtree(paths.measured())
     write_card(paths.drafter, result["rows"])
     return result
 
 
 def compose(
     config: JobConfig,
-    plain: Plain,
-    served: dict[str, Passes],
+    plain: Measured,
+    served: dict[str, Measured],
     walks: dict[str, Walks],
-    sampled: Sampled,
     leaks: list[str],
 ) -> Json:
     """evaluation.json: rows, pooled figures of each drafter at the first concurrency, estimates, alarms."""
@@ -108,21 +107,20 @@ def compose(
     first = config.evaluate.concurrency[0]
     rows: list[Json] = []
     overall: dict[str, Json] = {}
-    for drafter, passes in served.items():
+    for drafter, measured in served.items():
         walked = {name: reduce(add, group) for name, group in walks.get(drafter, {}).items()}
-        for (dataset, count), measured in passes.items():
-            names = {"dataset": dataset, "drafter": drafter, "concurrency": count}
-            compared = plain.passes[dataset, first], plain.passes.get((dataset, count))
-            row = served_row(measured, *compared, walked.get(dataset), exact)
-            rows.append(names | row | common)
-        count = next(iter(passes))[1]
-        names = {"dataset": "all", "drafter": drafter, "concurrency": count}
         everything: Acceptance | None = reduce(add, walked.values()) if walked else None
-        whole, alone = _at(passes, count), _at(plain.passes, first)
-        assert whole is not None
-        assert alone is not None
-        row = served_row(whole, alone, _at(plain.passes, count), everything, exact)
-        overall[drafter] = names | row | common
+        for count, passes in measured.passes.items():
+            names = {"drafter": drafter, "concurrency": count}
+            alone, beside = plain.passes[first], plain.passes.get(count)
+            for dataset, one in passes.items():
+                compared = alone[dataset], beside[dataset] if beside else None
+                row = served_row(one, *compared, walked.get(dataset), exact)
+                rows.append({"dataset": dataset} | names | row | common)
+            if drafter not in overall:
+                compared = pooled(alone), pooled(beside) if beside else None
+                row = served_row(pooled(passes), *compared, everything, exact)
+                overall[drafter] = {"dataset": "all"} | names | row | common
     ours = overall["trained"]
     verdicts = [row["lossless"] for row in rows if row["lossless"] is not None]
     k = config.evaluate.num_speculative_tokens
@@ -133,12 +131,12 @@ def compose(
         "expected_by_k": ours["expected_by_k"],
         "best_k": best_k(ours["expected_by_k"], k, ours["acceptance_length"], ours["speedup"]),
         "lossless": all(verdicts) if verdicts else None,
-        "sampled_agreement": _sampled_agreement(plain, served, sampled, first, temperature),
+        "sampled_agreement": _sampled_agreement(plain, served["trained"], first, temperature),
         "trained": ours,
         "untrained": overall.get("untrained"),
         "other": overall.get("other"),
         "difference_to_other": differences(served, first),
-        "rounds": rounds(served["trained"], walks.get("trained", {}), first, k),
+        "rounds": rounds(served["trained"].passes[first], walks.get("trained", {}), k),
         "leaked": leaks,
         "rows": rows,
         **common,
@@ -155,47 +153,41 @@ def expected_in_training(config: JobConfig) -> float | None:
     return found[-1] if found else None
 
 
-def _at(passes: Passes, concurrency: int) -> Measurement | None:
-    """All datasets at one concurrency as one; None when it was not measured."""
-    parts = [measured for (_, count), measured in passes.items() if count == concurrency]
-    return pooled(parts) if parts else None
-
-
-def differences(served: dict[str, Passes], concurrency: int) -> dict[str, Json | None] | None:
+def differences(served: dict[str, Measured], concurrency: int) -> dict[str, Json | None] | None:
     """Trained minus other on the same prompts, by dataset; null where counters are not per request."""
     if "other" not in served:
         return None
+    theirs = served["other"].passes[concurrency]
     pairs = {
-        dataset: (measured.answers, served["other"][dataset, count].answers)
-        for (dataset, count), measured in served["trained"].items()
-        if count == concurrency
+        dataset: (measured.answers, theirs[dataset].answers)
+        for dataset, measured in served["trained"].passes[concurrency].items()
     }
-    ours, theirs = zip(*pairs.values(), strict=True)
-    pairs["all"] = (sum(ours, ()), sum(theirs, ()))
+    ours, others = zip(*pairs.values(), strict=True)
+    pairs["all"] = (sum(ours, ()), sum(others, ()))
     return {dataset: paired_difference(*pair) for dataset, pair in pairs.items()}
 
 
-def rounds(passes: Passes, walks: Walks, concurrency: int, k: int) -> list[tuple[int, int]]:
+def rounds(served: Datasets, walks: Walks, k: int) -> list[tuple[int, int]]:
     """Drafting rounds of each answer, walked and served: equal in float32. Empty without counters per request."""
     return [
         (int(walk.rounds[k - 1]), answer.num_drafts)
         for dataset, group in walks.items()
-        for walk, answer in zip(group, passes[dataset, concurrency].answers, strict=True)
+        for walk, answer in zip(group, served[dataset].answers, strict=True)
         if answer.num_drafts is not None
     ]
 
 
 def _sampled_agreement(
-    plain: Plain, served: dict[str, Passes], sampled: Sampled, first: int, temperature: float
+    plain: Measured, trained: Measured, first: int, temperature: float
 ) -> float | None:
     """p-value of the sampled answers, else of what was measured at a temperature; null when all is greedy."""
-    if sampled:
-        return agreement(plain.sampled, sampled)
+    if trained.sampled:
+        return agreement(plain.sampled, trained.sampled)
     if not temperature:
         return None
     alone, drafted = (
-        [[a.output_ids] for (_, count), m in passes.items() if count == first for a in m.answers]
-        for passes in (plain.passes, served["trained"])
+        [[answer.output_ids] for one in side.passes[first].values() for answer in one.answers]
+        for side in (plain, trained)
     )
     return agreement(alone, drafted)
 

@@ -1,4 +1,7 @@
-"""The engines of an evaluation: asked, timed and counted; one without drafter, one for each shape of drafter."""
+"""The engines of an evaluation: asked, timed and counted; one without drafter, one for each shape of drafter.
+
+What each measured is kept as JSON in evaluate/measured/, so that an evaluation that dies goes on from there.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,24 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
+from pydantic import TypeAdapter
 
 from eagle3_train.config import JobConfig
 from eagle3_train.drafter.checkpoint_format import read_config
 from eagle3_train.engines.pool import close_pool, spec_for, start_pool
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
-from eagle3_train.records import EngineFacts, Generation
+from eagle3_train.records import EngineFacts, Generation, Prompt
+from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log
 from eagle3_train.stages.evaluate_prompts import Prompts, requests, with_followups
 from eagle3_train.stages.evaluate_statistics import Answer, Measurement, Tokens
 
-Passes = dict[tuple[str, int], Measurement]
-"""Measurement of (dataset, concurrency)."""
+Datasets = dict[str, Measurement]
+"""Dataset -> its measurement."""
+Passes = dict[int, Datasets]
+"""Concurrency -> one pass over every dataset."""
 Sampled = list[list[Tokens]]
 """For each prompt, its sampled answers."""
 
@@ -111,14 +119,14 @@ def measure_all(
     config: JobConfig, engine: Server, prompts: Prompts, concurrency: Sequence[int], seed: int
 ) -> Passes:
     """Every dataset at every concurrency, after a short warm-up."""
-    passes: Passes = {}
+    passes: Passes = {count: {} for count in concurrency}
     first = requests(config, next(iter(prompts.values())), seed)[0]
     for count in concurrency:
         warm = [replace(first, id=str(i), max_new_tokens=WARM_UP_TOKENS) for i in range(count)]
         engine.answer(warm, count)
         for name, group in prompts.items():
-            passes[name, count] = measure(engine, requests(config, group, seed), count)
-            log.info("evaluate: %s x%d | %.1f tok/s", name, count, passes[name, count].tokens_per_s)
+            passes[count][name] = measure(engine, requests(config, group, seed), count)
+            log.info("evaluate: %s x%d | %.1f tok/s", name, count, passes[count][name].tokens_per_s)
     return passes
 
 
@@ -142,30 +150,70 @@ def sample(config: JobConfig, engine: Server, prompts: Prompts, seed: int) -> Sa
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
-    """The target without drafter: its passes, sampled answers, what the engine says of itself."""
+class Measured:
+    """The target with one drafter or without: its passes, sampled answers, what the engine says of itself."""
 
     passes: Passes
     sampled: Sampled
     facts: EngineFacts
 
+    @property
+    def prompts(self) -> Prompts:
+        """What was asked, later turns included."""
+        first = next(iter(self.passes.values()))
+        return {
+            name: [
+                Prompt(answer.id, "", np.array(answer.prompt_ids, dtype=np.int32), "null")
+                for answer in measured.answers
+            ]
+            for name, measured in first.items()
+        }
 
-def measure_plain(config: JobConfig, prompts: Prompts) -> tuple[Plain, Prompts]:
-    """What the target does alone, and all prompts with their later turns."""
+
+KEPT = TypeAdapter(tuple[dict[str, Any], Measured])
+
+
+def read_kept(config: JobConfig, name: str, directory: Path | None = None) -> Measured | None:
+    """What was measured, of the drafter in `directory` or without one, before an evaluation with these settings died."""
+    path = RunDir(config.run_path).measured(name)
+    if not path.is_file():
+        return None
+    made_with, measured = KEPT.validate_json(path.read_bytes())
+    return measured if made_with == _made_with(config, directory) else None
+
+
+def keep(config: JobConfig, name: str, directory: Path | None, measured: Measured) -> None:
+    """Write what `read_kept` reads."""
+    content = KEPT.dump_json((_made_with(config, directory), measured))
+    write_atomic(RunDir(config.run_path).measured(name), content)
+
+
+def _made_with(config: JobConfig, directory: Path | None) -> dict[str, Any]:
+    """What a measurement depends on: which others are made beside it is not of it."""
+    beside = {"untrained", "against", "max_k"}
+    drafter = directory and [str(directory), read_config(directory)]
+    return {"drafter": drafter, "settings": config.evaluate.model_dump(mode="json", exclude=beside)}
+
+
+def measure_plain(config: JobConfig, prompts: Prompts) -> Measured:
+    """What the target does alone with all prompts and their later turns."""
+    if kept := read_kept(config, "plain"):
+        return kept
     with serving(config, spec_for(config, "plain")) as engine:
         most = max(config.evaluate.concurrency)
         prompts = with_followups(config, lambda asked: engine.answer(asked, most), prompts)
         passes = measure_all(config, engine, prompts, config.evaluate.concurrency, PLAIN_SEED)
-        sampled = sample(config, engine, prompts, PLAIN_SEED)
-        return Plain(passes, sampled, engine.facts()), prompts
+        measured = Measured(passes, sample(config, engine, prompts, PLAIN_SEED), engine.facts())
+    keep(config, "plain", None, measured)
+    return measured
 
 
 def measure_drafters(
     config: JobConfig, prompts: Prompts, drafters: dict[str, Path]
-) -> tuple[dict[str, Passes], Sampled]:
-    """Drafter -> passes, and the trained one's sampled answers. Drafters of one shape share an engine."""
-    served: dict[str, Passes] = {}
-    sampled: Sampled = []
+) -> dict[str, Measured]:
+    """Each drafter, sampled answers for the trained one only. Drafters of one shape share an engine."""
+    kept = {name: read_kept(config, name, directory) for name, directory in drafters.items()}
+    served = {name: measured for name, measured in kept.items() if measured}
     while waiting := [name for name in drafters if name not in served]:
         first = drafters[waiting[0]]
         spec = spec_for(config, "serve", drafter=str(first))
@@ -176,10 +224,11 @@ def measure_drafters(
                 engine.load_drafter(drafters[name])
                 log.info("evaluate: serving %s", drafters[name])
                 counts = config.evaluate.concurrency if name != "untrained" else UNTRAINED
-                served[name] = measure_all(config, engine, prompts, counts, DRAFTED_SEED)
-                if name == "trained":
-                    sampled = sample(config, engine, prompts, DRAFTED_SEED)
-    return served, sampled
+                passes = measure_all(config, engine, prompts, counts, DRAFTED_SEED)
+                sampled = sample(config, engine, prompts, DRAFTED_SEED) if name == "trained" else []
+                served[name] = Measured(passes, sampled, engine.facts())
+                keep(config, name, drafters[name], served[name])
+    return served
 
 
 def _same_shape(left: Path, right: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -50,8 +50,9 @@ class Measurement:
         return self.output_tokens / self.wall_s
 
 
-def pooled(parts: Sequence[Measurement]) -> Measurement:
+def pooled(datasets: Mapping[str, Measurement]) -> Measurement:
     """Passes over several datasets as one."""
+    parts = datasets.values()
     return Measurement(
         answers=tuple(answer for part in parts for answer in part.answers),
         wall_s=sum(part.wall_s for part in parts),

