@@ -2,6 +2,7 @@
 
   python -m benchmarks.stream --target models/smollm2-135m-instruct [--cases a b c d e epochs decode]
   python -m benchmarks.stream --target llama8b          8B sizes, random weights, needs a GPU
+  python -m benchmarks.stream --target ... --states float8_e4m3fn
 
   a       capture delivered into the trainer's device memory against plain prefill of the same settings
   b       the train stage with engine and trainer on one device, against 1 / (1/capture + 1/train)
@@ -26,7 +27,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ import ray
 import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
-from eagle3_train.config import JobConfig
+from eagle3_train.config import JobConfig, StateType
 from eagle3_train.corpus.table import write_shard
 from eagle3_train.engines.pool import close_pool, spec_for, start_pool
 from eagle3_train.engines.spec import Request
@@ -59,7 +60,7 @@ DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sizes of a run of this benchmark; tokens, unless named otherwise. slow_s: length of case c."""
+    """Sizes of a run of this benchmark; tokens, unless named otherwise. slow_s: length of case c. states: their type."""
 
     sample: int
     per_pack: int
@@ -70,6 +71,7 @@ class Scale:
     slow_s: float
     answers: int
     answer: int
+    states: StateType = "bfloat16"
 
 
 WIDE = Scale(2048, 4, 48, 65536, 500, 48, 120.0, 256, 256)  # of H200s, for targets like Llama-8B
@@ -127,6 +129,7 @@ def job(
             },
             "stream": {
                 "max_bytes_in_flight": 1 << 40,
+                "dtype": scale.states,
                 "tokens_per_pack": scale.sample * scale.per_pack + 1,
                 "lookahead_packs": 8,
             }
@@ -319,7 +322,7 @@ def measure(
     longest = scale.long if "e" in cases else scale.sample
     config, facts = job(target, folder, scale, longest), read_facts(str(target))
     boundaries = resolve_boundaries(None, facts.num_layers)
-    token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), 2)
+    token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), scale.states)
     samples = make_samples([scale.sample] * scale.packs * scale.per_pack, facts.vocab_size)
     window = scale.sample * scale.per_pack
     decode = partial(decode_rate, scale=scale, vocab=facts.vocab_size)
@@ -368,6 +371,7 @@ def main() -> None:
     )
     parser.add_argument("--target", required=True, help="a directory, or llama8b")
     parser.add_argument("--cases", nargs="*", default=["a", "b", "c", "d", "e", "epochs", "decode"])
+    parser.add_argument("--states", default="bfloat16", help="stream.dtype")
     arguments = parser.parse_args()
     hardware = torch.cuda.get_device_name() if ON_GPU else f"{os.cpu_count()} CPU cores"
     ray.init(
@@ -384,8 +388,10 @@ def main() -> None:
         )
         narrow = read_facts(str(target)).hidden_size < 2048
         scale = (NARROW if narrow else WIDE) if ON_GPU else CPU
+        scale = replace(scale, states=arguments.states)
         facts = {
             "target": arguments.target,
+            "states": arguments.states,
             "hardware": hardware,
             "commit": commit(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from eagle3_train.engines.handover import Handover, Region
+from eagle3_train.stream.states import storage
 
 
 class StatesError(ValueError):
@@ -26,7 +27,7 @@ class StatesError(ValueError):
 
 
 class Captured:
-    """Hidden states [tokens, boundaries, hidden] and the ids they belong to, views of the arena.
+    """Hidden states [tokens, boundaries, columns] as stored (stream/states.py) and their ids, views of the arena.
 
     Valid until `release`; a token's states are those of the position that read it.
     """
@@ -91,14 +92,14 @@ class Captures:
     def __init__(
         self,
         row: tuple[int, int],
-        dtype: torch.dtype,
+        dtype: str,
         arena_bytes: int,
         lost: Callable[[str], None],
     ) -> None:
         """row: (boundaries, hidden size); `lost` is told why, when the worker is gone."""
-        self._row = row
-        self._dtype = dtype
-        self._row_bytes = row[0] * row[1] * dtype.itemsize
+        self._dtype, columns = storage(dtype, row[1])
+        self._row = (row[0], columns)
+        self._row_bytes = row[0] * columns * self._dtype.itemsize
         self._lost = lost
         self._lock = threading.RLock()
         self._expected: dict[str, _Expected] = {}

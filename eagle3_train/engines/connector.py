@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from eagle3_train.engines import versions
 from eagle3_train.engines.handover import connect
+from eagle3_train.stream.states import checksum, encode, storage
 
 STAGING_BYTES = 64 << 20
 cuda: Any = torch.cuda  # untyped in torch
@@ -180,7 +181,8 @@ class Copier:
         """cache: [blocks, block, boundaries, hidden]."""
         self._cache = cache
         self._block = cache.shape[1]
-        self._dtype = getattr(torch, extra["dtype"])
+        self._dtype, columns = storage(extra["dtype"], cache.shape[-1])
+        self._row = (cache.shape[2], columns)
         self._channel, self._arena = connect(extra["address"], extra["token"], extra["arena_bytes"])
         self._saves: dict[str, Save] = {}
         self._grants: dict[str, dict[str, Any]] = {}
@@ -231,7 +233,7 @@ class Copier:
             )
             self._dropped.add(save.request_id)
             return
-        out = self._arena.tensor(grant["hidden"], (tokens, *self._cache.shape[2:]), self._dtype)
+        out = self._arena.tensor(grant["hidden"], (tokens, *self._row), self._dtype)
         ids = self._arena.tensor(grant["ids"], (tokens,), torch.int32)
         ids.copy_(torch.from_numpy(np.asarray(save.token_ids, dtype=np.int32)))
         if self._stream is None:
@@ -240,16 +242,16 @@ class Copier:
             self._copies.append(self._copy_cuda(save, out))
 
     def _copy_cpu(self, block_ids: list[int], out: Tensor) -> Tensor:
-        """Copy run by run of adjacent blocks, converting on the way; float32 sum of what was written."""
+        """Copy run by run of adjacent blocks, converting on the way; the checksum of what was written."""
         whole, rest = divmod(len(out), self._block)
         blocks = out[: whole * self._block].view(whole, self._block, *out.shape[1:])
         position = 0
         for first, count in _runs(block_ids[:whole]):
-            blocks[position : position + count].copy_(self._cache[first : first + count])
+            encode(self._cache[first : first + count], blocks[position : position + count])
             position += count
         if rest:
-            out[whole * self._block :].copy_(self._cache[block_ids[whole], :rest])
-        return out.sum(dtype=torch.float32)
+            encode(self._cache[block_ids[whole], :rest], out[whole * self._block :])
+        return checksum(out)
 
     def _pin(self) -> None:
         """Make the arena DMA-able and set up the side stream and its two reused staging buffers."""
@@ -263,12 +265,13 @@ class Copier:
         self._stream = cuda.Stream()
         block_bytes = self._cache[0].numel() * self._cache.element_size()
         blocks = max(1, STAGING_BYTES // block_bytes)
+        place: dict[str, Any] = {"device": self._cache.device}
         shape = (blocks, *self._cache.shape[1:])
-        self._staging = torch.empty(shape, dtype=self._cache.dtype, device=self._cache.device)
+        self._staging = torch.empty(shape, dtype=self._cache.dtype, **place)
         self._converted = (
             self._staging
             if self._cache.dtype == self._dtype
-            else torch.empty(shape, dtype=self._dtype, device=self._cache.device)
+            else torch.empty((blocks, self._block, *self._row), dtype=self._dtype, **place)
         )
 
     def _copy_cuda(self, save: Save, out: Tensor) -> Copy:
@@ -283,16 +286,16 @@ class Copier:
                 part = index[first : first + step]
                 torch.index_select(self._cache, 0, part, out=self._staging[: len(part)])
                 if self._converted is not self._staging:
-                    self._converted[: len(part)].copy_(self._staging[: len(part)])
+                    encode(self._staging[: len(part)], self._converted[: len(part)])
                 rows = self._converted[: len(part)].flatten(0, 1)
                 target = out[first * self._block : (first + len(part)) * self._block]
                 rows = rows[: len(target)]
                 target.copy_(rows, non_blocking=True)
-                total += rows.sum(dtype=torch.float32)
-            checksum = torch.empty((), dtype=torch.float32, pin_memory=True)
-            checksum.copy_(total, non_blocking=True)
+                total += checksum(rows)
+            host = torch.empty((), dtype=torch.float32, pin_memory=True)
+            host.copy_(total, non_blocking=True)
             done = self._stream.record_event()
-        return Copy(save, checksum, done.query)
+        return Copy(save, host, done.query)
 
 
 def _runs(block_ids: list[int]) -> list[tuple[int, int]]:

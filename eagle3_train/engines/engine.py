@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from eagle3_train.engines import versions
 from eagle3_train.engines.capture import Captured, CapturedPack, Captures
@@ -85,7 +84,7 @@ class Engine:
         if spec.purpose == "capture":
             self._captures = Captures(
                 (len(spec.boundaries), self._target.hidden_size),
-                getattr(torch, spec.capture_dtype),
+                spec.capture_dtype,
                 arena_bytes(spec, self._target.hidden_size),
                 self._lost,
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 from eagle3_train.engines import versions
 from eagle3_train.engines.spec import EngineSpec, Request
-from eagle3_train.target.facts import TargetFacts
+from eagle3_train.target.facts import TargetFacts, bytes_per_token
 
 CPU_KV_CACHE_BYTES = 1 << 30
 CONNECTOR_MODULE = "eagle3_train.engines.connector"
@@ -68,8 +68,7 @@ def arena_bytes(spec: EngineSpec, hidden_size: int) -> int:
     """Host memory for states on their way out: four engine steps or of the longest samples, or two packs."""
     if spec.arena_bytes is not None:
         return spec.arena_bytes
-    itemsize = {"bfloat16": 2, "float32": 4}[spec.capture_dtype]
-    row = len(spec.boundaries) * hidden_size * itemsize
+    row = bytes_per_token(hidden_size, len(spec.boundaries), spec.capture_dtype)
     tokens = max(4 * batched_tokens(spec), 4 * spec.max_model_len, 2 * spec.pack_tokens)
     return tokens * (row + 4)  # 4: the token's id
 

@@ -49,8 +49,8 @@ class EngineReplica:
     ) -> Iterator[npt.NDArray[Any] | tuple[int, dict[int, str]]]:
         """Prefill the samples; call with num_returns=2 for references to (states, (bytes, bad)).
 
-        The states are one array [tokens, boundaries * hidden], samples in order, bf16 viewed as int16 (or
-        float32, as the spec says). Ray stores it as it is yielded, then the engine's memory is free again. The
+        The states are one array [tokens, boundaries * columns] as stored (stream/states.py), samples in order, bf16
+        viewed as int16. Ray stores it as it is yielded, then the engine's memory is free again. The
         caller owns it, so it outlives this process. `bad`: index in pack -> reason; its rows are zero.
         """
         pack = self._guard(lambda: self._engine.capture(samples))

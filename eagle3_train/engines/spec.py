@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from eagle3_train.config import StateType
+
 Purpose = Literal["capture", "serve", "plain"]
 
 
@@ -40,7 +42,7 @@ class EngineSpec:
     prefix_caching: bool = False
     load_format: str = "auto"
     seed: int = 0
-    capture_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    capture_dtype: StateType = "bfloat16"
     arena_bytes: int | None = None
     pack_tokens: int = 0
     chunked_prefill: bool | None = None

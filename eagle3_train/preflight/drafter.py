@@ -104,6 +104,12 @@ def drafter(config: JobConfig, facts: TargetFacts, engines: Sequence[EngineIndex
         )
         fix = "set drafter.intermediate_size, e.g. to four times hidden_size"
         checks.append(Check("drafter_width", "warn", reason, fix))
+    sizes = (spec.hidden_size, spec.intermediate_size, spec.draft_vocab_size)
+    if config.train.fp8 and any(size % 16 for size in sizes):
+        reason = (
+            f"train.fp8 multiplies sizes of 16 only; hidden, MLP and draft vocabulary are {sizes}"
+        )
+        checks.append(Check("fp8", "fail", reason, "set train.fp8=false, or change those sizes"))
     architecture = MLA if spec.attention == "mla" else LLAMA
     wanted = {switch for switch in SWITCHES if getattr(config.drafter, switch)}
     for index in engines:

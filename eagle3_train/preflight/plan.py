@@ -61,13 +61,13 @@ def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
     spec = drafter_spec(facts, config.drafter)
     engine, train = config.engine, config.train
     taps = len(resolve_boundaries(config.drafter.aux_layers, facts.num_layers))
-    row = bytes_per_token(facts.hidden_size, taps, _itemsize(config.stream.dtype))
+    row = bytes_per_token(facts.hidden_size, taps, config.stream.dtype)
     tokens = _samples(config) * (config.preflight.mean_tokens or config.corpus.max_len)
     gpus_per_node, gpu_memory = _gpus(config)
     itemsize = _itemsize(engine.dtype)
     weights = (facts.weight_bytes or estimated_weight_bytes(facts)) // engine.tensor_parallel
     kv = _kv_per_token(facts, engine.tensor_parallel, itemsize)
-    states = bytes_per_token(facts.hidden_size, taps, itemsize)
+    states = facts.hidden_size * taps * itemsize
     fixed = weights + _engine_working_bytes(config, facts, itemsize)
     room = int(gpu_memory * engine.gpu_memory_utilization) - fixed
     cache = engine.kv_cache_bytes or max(room, 0)

@@ -117,8 +117,7 @@ def _check_layout(config: JobConfig, train: list[Sample], held_out: list[Sample]
     """Bytes of one token's hidden states, once it is clear that every window fits the byte budget."""
     facts = read_facts(config.target.path)
     boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
-    itemsize = 2 if config.stream.dtype == "bfloat16" else 4
-    token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), itemsize)
+    token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), config.stream.dtype)
     nothing = Ledger(config.train.epochs, len(train)).trained
     windows = plan_run(train, held_out, plan_shape(config), nothing, 0)
     largest = max(window.tokens for window in windows) * token_bytes

@@ -40,8 +40,8 @@ class StreamLink:
 class CapturedPack:
     """Hidden states of one pack, in parts.
 
-    parts: states, int16-viewed bf16 or float32 [tokens, boundaries * hidden], and the indices in the pack
-    of the samples whose states these are, in order. bad: unusable samples, index: reason.
+    parts: states as stored (states.py; bf16 viewed as int16) [tokens, boundaries * columns], and the indices in
+    the pack of the samples whose states these are, in order. bad: unusable samples, index: reason.
     """
 
     pack: Pack

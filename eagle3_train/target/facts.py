@@ -15,6 +15,8 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 
+from eagle3_train.config import StateType
+
 Config = Mapping[str, Any]
 
 # Wrapper configs keep the language model's sizes one or two levels down.
@@ -210,9 +212,14 @@ def resolve_boundaries(aux: tuple[int, ...] | None, num_layers: int) -> tuple[in
     return (*chosen, num_layers)
 
 
-def bytes_per_token(hidden_size: int, num_boundaries: int, itemsize: int = 2) -> int:
-    """Bytes of captured states per token; num_boundaries counts L too."""
-    return hidden_size * num_boundaries * itemsize
+def bytes_per_token(hidden_size: int, num_boundaries: int, dtype: StateType = "bfloat16") -> int:
+    """Bytes of captured states per token; num_boundaries counts L too. FP8 rows carry a 4-byte scale each."""
+    row = {
+        "float32": 4 * hidden_size,
+        "bfloat16": 2 * hidden_size,
+        "float8_e4m3fn": hidden_size + 4,
+    }
+    return row[dtype] * num_boundaries
 
 
 def weight_bytes(directory: Path) -> int | None:

@@ -22,6 +22,7 @@ from torch import Tensor
 from eagle3_train.drafter.rows import PackedBatch, plan_rows
 from eagle3_train.records import Pack, Sample
 from eagle3_train.stream.pipeline import CapturedPack
+from eagle3_train.stream.states import decode
 
 cuda: Any = torch.cuda  # untyped in torch
 
@@ -116,11 +117,11 @@ class _Stage:
         rows = plan_rows([s.input_ids for s in samples], masks, steps)
         event = None
         if self._stream is None:
-            states = self._assemble(captured, samples).to(shape.dtype)
+            states = decode(self._assemble(captured, samples), shape.hidden, shape.dtype)
         else:
             with cuda.stream(self._stream):
                 rows = rows.to(shape.device)
-                states = self._copy(captured, samples).to(shape.dtype)
+                states = decode(self._copy(captured, samples), shape.hidden, shape.dtype)
                 event = cuda.Event()
                 event.record(self._stream)
         batch = PackedBatch(rows, states[:, : shape.aux], states[:, shape.aux :])
@@ -171,7 +172,7 @@ class _Stage:
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
-    """View of an array of the object store; int16 is bf16."""
+    """View of an array of the object store; int16 is bf16, uint8 is FP8 with its scales."""
     with warnings.catch_warnings():  # the array is read-only, and only read
         warnings.simplefilter("ignore", UserWarning)
         tensor = torch.from_numpy(array)

@@ -82,7 +82,7 @@ class TrainState:
         dtype = getattr(torch, config.train.dtype)
         if device.type == "cpu":
             torch.set_num_threads(config.train.torch_threads)
-        drafter = Eagle3Drafter(spec_of(config))
+        drafter = Eagle3Drafter(spec_of(config), fp8=config.train.fp8)
         load_initial(config, drafter)
         drafter.to(device, dtype if ranks == 1 else torch.float32)  # FSDP2 casts float32 shards
         shard(drafter, ranks, device, dtype)

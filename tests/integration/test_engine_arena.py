@@ -11,10 +11,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from transformers import AutoModel
 
 from eagle3_train.engines import versions
 from eagle3_train.engines.engine import Engine
 from eagle3_train.engines.spec import EngineSpec, Request
+from eagle3_train.stream.states import decode
 from tests import tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
@@ -26,8 +28,8 @@ def ask(ids: npt.NDArray[np.int32], **values: Any) -> Request:
 
 @pytest.fixture(scope="module")
 def small_arena(tiny_models: Path) -> Iterator[Engine]:
-    """Room for 300 tokens; states as bf16."""
-    row = 2 * tiny.HIDDEN * 2
+    """Room for 300 tokens; states in FP8."""
+    row = 2 * (tiny.HIDDEN + 4)
     engine = Engine(
         EngineSpec(
             str(tiny_models / "llama"),
@@ -38,6 +40,7 @@ def small_arena(tiny_models: Path) -> Iterator[Engine]:
             max_num_seqs=4,
             kv_cache_bytes=16 << 20,
             enforce_eager=True,
+            capture_dtype="float8_e4m3fn",
             arena_bytes=300 * (row + 4),
         )
     )
@@ -56,8 +59,7 @@ def test_more_states_than_the_arena_holds_wait_for_room_and_all_arrive(small_are
 
     def consume(seed: int) -> None:
         pack = small_arena.capture([tiny.token_ids(100 + seed, seed)])
-        assert pack.hidden.dtype == torch.bfloat16
-        assert pack.hidden.isfinite().all()
+        assert pack.bad == {}
         seen.append(len(pack.hidden))
         pack.release()
 
@@ -74,6 +76,22 @@ def test_more_states_than_the_arena_holds_wait_for_room_and_all_arrive(small_are
         assert len(captured.hidden) == 99
         captured.release()
     assert free_bytes(small_arena) == before
+
+
+def test_fp8_states_are_the_references_but_for_their_rounding(
+    small_arena: Engine, tiny_models: Path
+) -> None:
+    reference = AutoModel.from_pretrained(tiny_models / "llama", dtype=torch.float32).eval()
+    ids = tiny.token_ids(70, 1)
+    with torch.no_grad():
+        outputs = reference(torch.from_numpy(ids).long()[None], output_hidden_states=True)
+    pack = small_arena.capture([ids])
+    states = decode(pack.hidden.flatten(1), tiny.HIDDEN, torch.float32)[:, : tiny.HIDDEN]
+    pack.release()
+    expected = outputs.hidden_states[4][0]
+    largest = expected.abs().amax(-1, keepdim=True)
+    assert ((states - expected).abs() <= expected.abs() / 16 + largest / 2**18).all()
+    assert not torch.equal(states, expected)
 
 
 def test_a_pack_that_can_never_fit_is_refused_with_the_remedy(small_arena: Engine) -> None:
