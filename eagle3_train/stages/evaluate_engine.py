@@ -45,92 +45,65 @@ UNTRAINED = (8,)
 PLAIN_SEED, DRAFTED_SEED = 0, 1_000_000
 
 
-class Server:
-    """One engine replica, asked from here."""
-
-    def __init__(self, replica: Any) -> None:
-        self.replica = replica
-
-    def answer(self, requests: Sequence[Request], concurrency: int) -> list[Generation]:
-        """Answers in order of `requests`, `concurrency` of them in flight at any time."""
-        waiting, found = deque(requests), {}
-        flying: list[Any] = []
-        while waiting or flying:
-            while waiting and len(flying) < concurrency:
-                flying.append(self.replica.generate.remote([waiting.popleft()]))
-            done, flying = ray.wait(flying)
-            for generation in (answer for reference in done for answer in ray.get(reference)):
-                if generation.finish_reason == "error":
-                    raise ValueError(f"the engine refused {generation.id}: {generation.text}")
-                found[generation.id] = generation
-        return [found[request.id] for request in requests]
-
-    def acceptance(self) -> Acceptance:
-        """Counters since the engine started."""
-        counters: Acceptance = ray.get(self.replica.acceptance.remote())
-        return counters
-
-    def facts(self) -> EngineFacts:
-        """What the engine says of itself."""
-        facts: EngineFacts = ray.get(self.replica.facts.remote())
-        return facts
-
-    def load_drafter(self, directory: Path) -> None:
-        """Serve another drafter from now on."""
-        ray.get(self.replica.load_drafter.remote(str(directory)))
+def ask(replica: Any, requests: Sequence[Request], concurrency: int) -> list[Generation]:
+    """Answers in order of `requests`, `concurrency` of them in flight at any time."""
+    waiting, found = deque(requests), {}
+    flying: list[Any] = []
+    while waiting or flying:
+        while waiting and len(flying) < concurrency:
+            flying.append(replica.generate.remote([waiting.popleft()]))
+        done, flying = ray.wait(flying)
+        for generation in (answer for reference in done for answer in ray.get(reference)):
+            if generation.finish_reason == "error":
+                raise ValueError(f"the engine refused {generation.id}: {generation.text}")
+            found[generation.id] = generation
+    return [found[request.id] for request in requests]
 
 
 @contextmanager
-def serving(config: JobConfig, spec: EngineSpec) -> Iterator[Server]:
-    """One replica for the duration, ready for as many requests as are ever in flight and no more: it starts sooner."""
+def serving(config: JobConfig, spec: EngineSpec) -> Iterator[Any]:
+    """A replica for the duration, ready for as many requests as are ever in flight and no more: it starts sooner."""
     spec = replace(spec, max_num_seqs=min(spec.max_num_seqs, MOST_CONCURRENT))
     pool = start_pool(spec, config.engine.model_copy(update={"replicas": 1}))
     try:
         (replica,) = ray.get(pool.handles.remote()).values()
-        yield Server(replica)
+        yield replica
     finally:
         close_pool(pool)
 
 
-def measure(engine: Server, asked: Sequence[Request], concurrency: int) -> Measurement:
+def measure(replica: Any, asked: Sequence[Request], concurrency: int) -> Measurement:
     """Answer all with `concurrency` in flight; one at a time, each answer gets counters of its own."""
-    before = engine.acceptance()
-    answers, wall_s = [], 0.0
-    if concurrency == 1:
-        last = before
-        for request in asked:
-            started = time.perf_counter()
-            (generation,) = engine.answer([request], 1)
-            wall_s += time.perf_counter() - started
-            now = engine.acceptance()
-            alone, last = now - last, now
-            counts = (alone.num_drafts, alone.accepted_per_position)
-            answers.append(Answer(request.id, request.prompt_ids, generation.output_ids, *counts))
-    else:
-        started = time.perf_counter()
-        generations = engine.answer(asked, concurrency)
-        wall_s = time.perf_counter() - started
-        answers = [Answer(g.id, g.prompt_ids, g.output_ids) for g in generations]
-    total = engine.acceptance() - before
+    before: Acceptance = ray.get(replica.acceptance.remote())
+    answers, wall_s, counters = [], 0.0, before
+    for group in [[request] for request in asked] if concurrency == 1 else [asked]:
+        started, earlier = time.perf_counter(), counters
+        generations = ask(replica, group, concurrency)
+        wall_s += time.perf_counter() - started
+        counters = ray.get(replica.acceptance.remote())
+        alone = counters - earlier
+        own = (alone.num_drafts, alone.accepted_per_position) if concurrency == 1 else ()
+        answers += [Answer(g.id, g.prompt_ids, g.output_ids, *own) for g in generations]
+    total = counters - before
     return Measurement(tuple(answers), wall_s, total.num_drafts, total.accepted_per_position)
 
 
 def measure_all(
-    config: JobConfig, engine: Server, prompts: Prompts, concurrency: Sequence[int], seed: int
+    config: JobConfig, replica: Any, prompts: Prompts, concurrency: Sequence[int], seed: int
 ) -> Passes:
     """Every dataset at every concurrency, after a short warm-up."""
     passes: Passes = {count: {} for count in concurrency}
     first = requests(config, next(iter(prompts.values())), seed)[0]
     for count in concurrency:
         warm = [replace(first, id=str(i), max_new_tokens=WARM_UP_TOKENS) for i in range(count)]
-        engine.answer(warm, count)
+        ask(replica, warm, count)
         for name, group in prompts.items():
-            passes[count][name] = measure(engine, requests(config, group, seed), count)
+            passes[count][name] = measure(replica, requests(config, group, seed), count)
             log.info("evaluate: %s x%d | %.1f tok/s", name, count, passes[count][name].tokens_per_s)
     return passes
 
 
-def sample(config: JobConfig, engine: Server, prompts: Prompts, seed: int) -> Sampled:
+def sample(config: JobConfig, replica: Any, prompts: Prompts, seed: int) -> Sampled:
     """evaluate.sampled_answers short answers to every prompt, at a temperature."""
     count = config.evaluate.sampled_answers
     once = [r for group in prompts.values() for r in requests(config, group, seed)]
@@ -144,9 +117,8 @@ def sample(config: JobConfig, engine: Server, prompts: Prompts, seed: int) -> Sa
         )
         for number, request in enumerate(r for r in once for _ in range(count))
     ]
-    answers = engine.answer(asked, MOST_CONCURRENT)
-    ids = [answer.output_ids for answer in answers]
-    return [ids[first : first + count] for first in range(0, len(ids), count)] if count else []
+    ids = [answer.output_ids for answer in ask(replica, asked, MOST_CONCURRENT)]
+    return [ids[first : first + count] for first in range(0, len(ids), count or 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,11 +171,12 @@ def measure_plain(config: JobConfig, prompts: Prompts) -> Measured:
     """What the target does alone with all prompts and their later turns."""
     if kept := read_kept(config, "plain"):
         return kept
-    with serving(config, spec_for(config, "plain")) as engine:
+    with serving(config, spec_for(config, "plain")) as replica:
         most = max(config.evaluate.concurrency)
-        prompts = with_followups(config, lambda asked: engine.answer(asked, most), prompts)
-        passes = measure_all(config, engine, prompts, config.evaluate.concurrency, PLAIN_SEED)
-        measured = Measured(passes, sample(config, engine, prompts, PLAIN_SEED), engine.facts())
+        prompts = with_followups(config, lambda asked: ask(replica, asked, most), prompts)
+        passes = measure_all(config, replica, prompts, config.evaluate.concurrency, PLAIN_SEED)
+        sampled = sample(config, replica, prompts, PLAIN_SEED)
+        measured = Measured(passes, sampled, ray.get(replica.facts.remote()))
     keep(config, "plain", None, measured)
     return measured
 
@@ -214,20 +187,22 @@ def measure_drafters(
     """Each drafter, sampled answers for the trained one only. Drafters of one shape share an engine."""
     kept = {name: read_kept(config, name, directory) for name, directory in drafters.items()}
     served = {name: measured for name, measured in kept.items() if measured}
-    while waiting := [name for name in drafters if name not in served]:
-        first = drafters[waiting[0]]
+    while waiting := {n: path for n, path in drafters.items() if n not in served}:
+        first = next(iter(waiting.values()))
         spec = spec_for(config, "serve", drafter=str(first))
-        with serving(config, spec) as engine:
-            for name in waiting:
-                if not _same_shape(first, drafters[name]):
+        with serving(config, spec) as replica:
+            for name, directory in waiting.items():
+                if not _same_shape(first, directory):
                     continue
-                engine.load_drafter(drafters[name])
-                log.info("evaluate: serving %s", drafters[name])
+                ray.get(replica.load_drafter.remote(str(directory)))
+                log.info("evaluate: serving %s", directory)
                 counts = config.evaluate.concurrency if name != "untrained" else UNTRAINED
-                passes = measure_all(config, engine, prompts, counts, DRAFTED_SEED)
-                sampled = sample(config, engine, prompts, DRAFTED_SEED) if name == "trained" else []
-                served[name] = Measured(passes, sampled, engine.facts())
-                keep(config, name, drafters[name], served[name])
+                passes = measure_all(config, replica, prompts, counts, DRAFTED_SEED)
+                samples = (
+                    sample(config, replica, prompts, DRAFTED_SEED) if name == "trained" else []
+                )
+                served[name] = Measured(passes, samples, ray.get(replica.facts.remote()))
+                keep(config, name, directory, served[name])
     return served
 
 

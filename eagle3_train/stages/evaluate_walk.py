@@ -7,7 +7,7 @@ the states as the engine drafts. All states of the evaluated answers exist at on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from eagle3_train.drafter.rows import PackedBatch, plan_rows
 from eagle3_train.drafter.walk import Acceptance, walk_batch
 from eagle3_train.engines.pool import spec_for
 from eagle3_train.runlog import log
-from eagle3_train.stages.evaluate_engine import Server, serving
+from eagle3_train.stages.evaluate_engine import serving
 from eagle3_train.stages.evaluate_statistics import Answer
 from eagle3_train.target.facts import read_facts, resolve_boundaries
 from eagle3_train.training.initial import read_drafter
@@ -31,12 +31,8 @@ Walks = dict[str, list[Acceptance]]
 """Dataset -> the walk of each answer, in order."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapturedAnswers:
-    """A reference to the states of some answers [tokens, boundaries * hidden], and their places in the order asked."""
-
-    states: Any
-    places: list[int]
+Pack = tuple[list[Answer], Any]
+"""Some answers, and a reference to their states [tokens, boundaries * hidden]."""
 
 
 def walk_answers_of(
@@ -56,11 +52,13 @@ def walk_answers_of(
     packs = capture(config, everything, boundaries, dtype)
     gpus = min(1.0, config.engine.gpus_per_worker)
     task = ray.remote(walk).options(num_cpus=1, num_gpus=gpus)
+    log.info("evaluate: walking %d drafters over %d answers", len(drafters), len(everything))
     jobs = {
-        name: task.remote(config, drafters[name], taps[name], boundaries, packs, everything, dtype)
-        for name in drafters
+        name: task.remote(
+            config, directory, [boundaries.index(tap) for tap in taps[name]], packs, dtype
+        )
+        for name, directory in drafters.items()
     }
-    log.info("evaluate: walking %d drafters over %d answers", len(jobs), len(everything))
     found: dict[str, Walks] = {}
     for name, job in jobs.items():
         rest = iter(ray.get(job))
@@ -70,72 +68,62 @@ def walk_answers_of(
 
 def capture(
     config: JobConfig, answers: Sequence[Answer], boundaries: tuple[int, ...], dtype: str
-) -> list[CapturedAnswers]:
+) -> list[Pack]:
     """Have the target read prompts and answers, without the last token of each."""
     spec = replace(
         spec_for(config, "capture", boundaries),
         enforce_eager=True,
         capture_dtype="float32" if dtype == "float32" else "bfloat16",
     )
-    with serving(config, spec) as engine:
-        return [
-            _capture_pack(engine, answers, places)
-            for places in packed([len(_ids(a)) - 1 for a in answers], config.stream.tokens_per_pack)
-        ]
+    packs = []
+    with serving(config, spec) as replica:
+        for group in packed(answers, config.stream.tokens_per_pack):
+            ids = [_ids(answer)[:-1] for answer in group]
+            states, meta = replica.capture.options(num_returns=2).remote(ids)
+            _, bad = ray.get(meta)
+            if bad:
+                raise ValueError(
+                    f"the engine did not capture {len(bad)} answers: {next(iter(bad.values()))}"
+                )
+            packs.append((group, states))
+    return packs
 
 
-def _capture_pack(engine: Server, answers: Sequence[Answer], places: list[int]) -> CapturedAnswers:
-    ids = [_ids(answers[place])[:-1] for place in places]
-    states, meta = engine.replica.capture.options(num_returns=2).remote(ids)
-    _, bad = ray.get(meta)
-    if bad:
-        raise ValueError(
-            f"the engine did not capture {len(bad)} answers: {next(iter(bad.values()))}"
-        )
-    return CapturedAnswers(states, places)
-
-
-def packed(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Places in order, cut into packs of at most `budget` tokens (or one longer answer)."""
-    packs: list[list[int]] = []
+def packed(answers: Sequence[Answer], budget: int) -> list[list[Answer]]:
+    """Answers in order, cut into packs of at most `budget` captured tokens (or one longer answer)."""
+    packs: list[list[Answer]] = []
     room = 0
-    for place, length in enumerate(lengths):
+    for answer in answers:
+        length = len(_ids(answer)) - 1
         if not packs or length > room:
             packs.append([])
             room = budget
-        packs[-1].append(place)
+        packs[-1].append(answer)
         room -= length
     return packs
 
 
 def walk(
-    config: JobConfig,
-    directory: Path,
-    tapped: tuple[int, ...],
-    captured: tuple[int, ...],
-    packs: Sequence[CapturedAnswers],
-    answers: Sequence[Answer],
-    dtype: str,
+    config: JobConfig, directory: Path, columns: list[int], packs: Sequence[Pack], dtype: str
 ) -> list[Acceptance]:
-    """Walk one drafter, which reads `tapped` of the `captured` boundaries; runs as a Ray task."""
+    """Walk one drafter, which reads `columns` of the captured boundaries; runs as a Ray task."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     own = getattr(torch, dtype)
     drafter, frozen = read_drafter(config, directory, own)
     drafter, frozen = drafter.to(device), frozen.to(device, own)
-    columns = [captured.index(boundary) for boundary in tapped]
     depth = max(config.evaluate.max_k, config.evaluate.num_speculative_tokens)
     found = []
-    for pack in packs:
-        array = torch.from_numpy(ray.get(pack.states).copy())
+    for answers, reference in packs:
+        array = torch.from_numpy(ray.get(reference).copy())
         rows = array.view(torch.bfloat16) if array.dtype == torch.int16 else array
-        states = rows.view(len(rows), len(captured), -1)[:, columns].to(device, own)
+        hidden = drafter.spec.hidden_size
+        states = rows.view(len(rows), -1, hidden)[:, columns].to(device, own)
         first = 0
-        for place in pack.places:
-            answer = answers[place]
+        for answer in answers:
             ids = _ids(answer)
             mask = np.arange(len(ids)) >= len(answer.prompt_ids)
             part = states[first : first + len(ids) - 1]
-            first += len(ids) - 1
+            first += len(part)
             plan = plan_rows([ids], [mask], depth).to(device)
             batch = PackedBatch(plan, part[:, :-1].flatten(1), part[:, -1])
             found.append(walk_batch(drafter, frozen, batch)[1])

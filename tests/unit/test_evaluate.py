@@ -232,7 +232,10 @@ def test_what_was_measured_is_kept_for_the_same_settings_and_drafter_only(
 
 
 def test_answers_are_packed_in_order_and_a_long_one_gets_a_pack_of_its_own() -> None:
-    assert packed([3, 4, 2, 9, 1, 1], budget=8) == [[0, 1], [2], [3], [4, 5]]
+    answers = [Answer(str(n), PROMPT[:n], (0,)) for n in (3, 4, 2, 9, 1, 1)]
+    assert [[len(answer.prompt_ids) for answer in pack] for pack in packed(answers, 8)] == [
+        *([3, 4], [2], [9], [1, 1])
+    ]
 
 
 def rollout(config: JobConfig, questions: list[str]) -> dict[str, Sample]:
