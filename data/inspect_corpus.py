@@ -95,10 +95,9 @@ def load(arguments: argparse.Namespace) -> tuple[list[Sample], Accounting | None
     config = CorpusConfig.model_validate(
         {"min_yield": 0.0, **settings, "sources": arguments.sources}
     )
-    loaded = load_given(
+    return load_given(
         config, arguments.tokenizer, arguments.trust_remote_code, arguments.quarantine
     )
-    return loaded.samples, loaded.accounting
 
 
 def pick(samples: list[Sample], count: int) -> list[Sample]:

@@ -7,6 +7,7 @@ dropped unless the configuration says so.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,12 +52,10 @@ class Conversation:
     @property
     def id(self) -> str:
         """Hash of the opening question, "-", hash of everything: stable across files and runs."""
-        questions: list[str] = []
-        for message in self.messages:
-            if message["role"] == "assistant":
-                break
-            if message["role"] == "user":
-                questions.append(" ".join(message["content"].casefold().split()))
+        opening = itertools.takewhile(lambda m: m["role"] != "assistant", self.messages)
+        questions = [
+            " ".join(m["content"].casefold().split()) for m in opening if m["role"] == "user"
+        ]
         everything = [self.messages, self.tools, self.followups]
         return f"{_digest(questions or self.messages)}-{_digest(everything)}"
 
@@ -83,12 +82,19 @@ class TokenRow:
     domain: str
 
     @property
-    def id(self) -> str:
-        """Hash of the tokens before the first supervised one, "-", hash of everything."""
+    def prompt_ids(self) -> npt.NDArray[np.int64]:
+        """The tokens before the first supervised one."""
         mask = self.loss_mask
-        end = int(mask.argmax()) if mask is not None and mask.any() else len(self.input_ids)
+        if mask is None or not mask.any():
+            return self.input_ids
+        return self.input_ids[: int(mask.argmax())]
+
+    @property
+    def id(self) -> str:
+        """Hash of the prompt, "-", hash of everything."""
+        mask = self.loss_mask
         everything = [self.input_ids.tolist(), None if mask is None else mask.tolist()]
-        return f"{_digest(self.input_ids[:end].tolist())}-{_digest(everything)}"
+        return f"{_digest(self.prompt_ids.tolist())}-{_digest(everything)}"
 
 
 def parse_row(row: dict[str, Any], config: CorpusConfig) -> Conversation | TokenRow:
@@ -273,10 +279,8 @@ def _decoded(value: Any, what: str) -> Any:
 def _arrange(messages: list[Message], config: CorpusConfig) -> tuple[list[Message], list[str]]:
     """Apply the rules for system turns and for a leading assistant turn."""
     fixes: list[str] = []
-    leading = 0
-    while leading < len(messages) and messages[leading]["role"] == "system":
-        leading += 1
-    system, rest = messages[:leading], messages[leading:]
+    rest = list(itertools.dropwhile(lambda m: m["role"] == "system", messages))
+    system = messages[: len(messages) - len(rest)]
     if len(system) > 1:
         if config.several_system_turns == "skip_row":
             raise Unusable("several_system_turns", f"{len(system)} system turns")

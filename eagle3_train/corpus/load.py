@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,44 +27,26 @@ HOPELESS_ROWS = 1000
 Item = TypeVar("Item", Prompt, Sample)
 
 
-class LoadedPrompts(NamedTuple):
-    """Prompts in source order and the account of all rows."""
-
-    prompts: list[Prompt]
-    accounting: Accounting
-
-
-class LoadedSamples(NamedTuple):
-    """Samples in source order and the account of all rows."""
-
-    samples: list[Sample]
-    accounting: Accounting
-
-
 def load_prompts(
     config: CorpusConfig, tokenizer_dir: str, trust_remote_code: bool, quarantine: Path | None
-) -> LoadedPrompts:
-    """Conversations cut before the answer that the target shall write, as token ids.
+) -> tuple[list[Prompt], Accounting]:
+    """Conversations cut before the answer that the target shall write, in source order; all rows accounted for.
 
     Raises CorpusError for unreadable sources, no usable row, or a yield below config.min_yield.
     """
     renderer = Renderer.load(tokenizer_dir, trust_remote_code, config.template_kwargs)
-    return LoadedPrompts(
-        *_load(config, quarantine, lambda row, _: [_prompt(row, renderer, config)])
-    )
+    return _load(config, quarantine, lambda row, _: [_prompt(row, renderer, config)])
 
 
 def load_given(
     config: CorpusConfig, tokenizer_dir: str, trust_remote_code: bool, quarantine: Path | None
-) -> LoadedSamples:
-    """Answered conversations and pre-tokenised rows, off-policy, as token ids and loss mask.
+) -> tuple[list[Sample], Accounting]:
+    """Answered conversations and pre-tokenised rows, off-policy, in source order; all rows accounted for.
 
     Raises CorpusError as load_prompts does.
     """
     renderer = Renderer.load(tokenizer_dir, trust_remote_code, config.template_kwargs)
-    return LoadedSamples(
-        *_load(config, quarantine, lambda row, account: _samples(row, renderer, config, account))
-    )
+    return _load(config, quarantine, lambda row, account: _samples(row, renderer, config, account))
 
 
 def _load(
@@ -72,10 +56,13 @@ def _load(
 ) -> tuple[list[Item], Accounting]:
     """Read, convert and account for every row; one bad row never stops the others."""
     items: list[Item] = []
-    seen: set[str] = set()
+    seen: Counter[str] = Counter()
     given_ids: dict[str, str] = {}
     logged = time.monotonic()
-    with Accounting(quarantine) as accounting:
+    if quarantine is not None:
+        quarantine.parent.mkdir(parents=True, exist_ok=True)
+    with quarantine.open("w", encoding="utf-8") if quarantine else nullcontext() as file:
+        accounting = Accounting(file)
         for row in read_rows(config.sources):
             if time.monotonic() - logged > LOG_EVERY_S:
                 logged = time.monotonic()
@@ -95,11 +82,7 @@ def _load(
             _note_reused_id(row.fields.get("id"), found[0].id, given_ids, accounting)
             if isinstance(parsed, Conversation):
                 accounting.fixed.update(parsed.fixes)
-            sizes = [
-                (len(i.input_ids), int(i.loss_mask.sum()) if isinstance(i, Sample) else 0)
-                for i in fresh
-            ]
-            accounting.keep(fresh[0].domain, sizes)
+            accounting.keep(fresh)
             items.extend(fresh)
             if config.limit is not None and accounting.kept >= config.limit:
                 break
@@ -108,15 +91,13 @@ def _load(
     return items, accounting
 
 
-def _with_unique_ids(items: list[Item], seen: set[str], deduplicate: bool) -> list[Item]:
+def _with_unique_ids(items: list[Item], seen: Counter[str], deduplicate: bool) -> list[Item]:
     """Drop, or give another id to, content that was seen before."""
     first = items[0].id
-    if first in seen and deduplicate:
+    copy = seen[first]
+    if copy and deduplicate:
         raise Unusable("duplicate", first)
-    copy = 0
-    while (f"{first}-d{copy}" if copy else first) in seen:
-        copy += 1
-    seen.add(f"{first}-d{copy}" if copy else first)
+    seen[first] += 1
     return [replace(item, id=f"{item.id}-d{copy}") for item in items] if copy else items
 
 
@@ -135,9 +116,7 @@ def _note_reused_id(
 def _prompt(row: Conversation | TokenRow, renderer: Renderer, config: CorpusConfig) -> Prompt:
     if isinstance(row, TokenRow):
         _check_range(row, renderer)
-        mask = row.loss_mask
-        end = int(mask.argmax()) if mask is not None and mask.any() else len(row.input_ids)
-        ids, id, messages_json = row.input_ids[:end], row.id, "null"
+        ids, id, messages_json = row.prompt_ids, row.id, "null"
     else:
         conversation = cut_for_answer(row, config.history)
         id, messages_json = conversation.id, conversation.to_json()

@@ -40,8 +40,8 @@ def evaluation_prompts(config: JobConfig) -> Prompts:
         read = {"sources": (source,), "limit": limit, "max_len": config.engine.max_model_len}
         corpus = config.corpus.model_copy(update=read)
         tokenizer = config.target.tokenizer or config.target.path
-        loaded = load_prompts(corpus, tokenizer, config.target.trust_remote_code, None)
-        found.setdefault(Path(source).name.partition(".")[0], []).extend(loaded.prompts)
+        prompts, _ = load_prompts(corpus, tokenizer, config.target.trust_remote_code, None)
+        found.setdefault(Path(source).name.partition(".")[0], []).extend(prompts)
     kept = {name: _fitting(config, name, prompts)[:limit] for name, prompts in found.items()}
     kept = {name: prompts for name, prompts in kept.items() if prompts}
     if not kept:
@@ -75,14 +75,13 @@ def _fitting(config: JobConfig, name: str, prompts: Sequence[Prompt]) -> list[Pr
 def leaked(config: JobConfig, prompts: Prompts) -> list[str]:
     """Ids of evaluation prompts that training prompts repeat, at least in part."""
     folder = RunDir(config.run_path).samples
-    none = np.zeros(0, dtype=np.int32)
     trained = [
-        Prompt(id, "", none, messages)
-        for id, messages in sorted(read_messages(folder).items())
+        messages
+        for id, messages in read_messages(folder).items()
         if not is_held_out(id, config.corpus.held_out_fraction)
     ]
     everything = [prompt for group in prompts.values() for prompt in group]
-    return sorted({leak.eval_id for leak in find_leaks(trained, everything)})
+    return sorted(find_leaks(trained, everything))
 
 
 def with_followups(

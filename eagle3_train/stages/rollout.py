@@ -77,18 +77,18 @@ def run(config: JobConfig, pool: Any) -> Json:
 def _keep_given(config: JobConfig) -> Json:
     """Commit conversations with the answers they came with; needs no engine."""
     paths, rows = RunDir(config.run_path), config.rollout.shard_rows
-    loaded = load_given(
+    samples, accounting = load_given(
         config.corpus, _tokenizer(config), config.target.trust_remote_code, paths.quarantine
     )
-    loaded.accounting.save(paths.accounting)
+    accounting.save(paths.accounting)
     record_start(config)
     done = committed_ids(paths.samples)
-    missing = [sample for sample in loaded.samples if sample.id not in done]
+    missing = [sample for sample in samples if sample.id not in done]
     for start in range(0, len(missing), rows):
         shard = missing[start : start + rows]
         write_shard(paths.samples, next_index(paths.samples), shard, ["null"] * len(shard))
-    state = record_complete(config, {"answered": len(loaded.samples)})
-    log.info("rollout: kept %d given answers", len(loaded.samples))
+    state = record_complete(config, {"answered": len(samples)})
+    log.info("rollout: kept %d given answers", len(samples))
     return state
 
 
@@ -104,11 +104,11 @@ def _given_prompts(config: JobConfig) -> list[Prompt]:
     paths = RunDir(config.run_path)
     if config.rollout.self_synthesised and not config.corpus.sources:
         return []
-    loaded = load_prompts(
+    prompts, accounting = load_prompts(
         config.corpus, _tokenizer(config), config.target.trust_remote_code, paths.quarantine
     )
-    loaded.accounting.save(paths.accounting)
-    return loaded.prompts
+    accounting.save(paths.accounting)
+    return prompts
 
 
 def _prompts(config: JobConfig, renderer: Renderer, answers: Answers) -> list[Prompt]:

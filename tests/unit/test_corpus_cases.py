@@ -12,8 +12,9 @@ import pytest
 from corpus_tokenizer import SHARED, renderer, save
 
 from eagle3_train.config import CorpusConfig
-from eagle3_train.corpus.account import CorpusError
-from eagle3_train.corpus.load import LoadedSamples, load_given, load_prompts
+from eagle3_train.corpus.account import Accounting, CorpusError
+from eagle3_train.corpus.load import load_given, load_prompts
+from eagle3_train.records import Sample
 
 MAX_LEN = 2048
 
@@ -204,7 +205,7 @@ def source(case: str, where: str, folder: Path) -> str:
 
 def given(
     path: str, tokenizer_dir: str, quarantine: Path | None = None, **options: Any
-) -> LoadedSamples:
+) -> tuple[list[Sample], Accounting]:
     config = CorpusConfig(sources=(path,), max_len=MAX_LEN, min_yield=0, **options)
     return load_given(config, tokenizer_dir, False, quarantine)
 
@@ -218,10 +219,10 @@ def test_every_row_of_a_case_is_kept_or_quarantined_with_its_reason(
     path = source(case, where, tmp_path)
     quarantine = tmp_path / "quarantine.jsonl"
     if kept:
-        loaded = given(path, tokenizer_dir, quarantine)
-        assert loaded.accounting.kept == len({s.id for s in loaded.samples}) == kept
-        assert loaded.accounting.rows_in == kept + sum(dropped.values())
-        for sample in loaded.samples:
+        samples, account = given(path, tokenizer_dir, quarantine)
+        assert account.kept == len({s.id for s in samples}) == kept
+        assert account.rows_in == kept + sum(dropped.values())
+        for sample in samples:
             assert len(sample.input_ids) == len(sample.loss_mask) <= MAX_LEN
             assert sample.loss_mask.any()
     else:
@@ -247,25 +248,26 @@ def test_ambiguous_rows_name_both_keys(tmp_path: Path, tokenizer_dir: str) -> No
 
 def test_unknown_roles_are_listed_and_can_be_mapped(tmp_path: Path, tokenizer_dir: str) -> None:
     path = source("03", "own", tmp_path)
-    shown = given(path, tokenizer_dir).accounting.details["unknown_role"]
+    shown = given(path, tokenizer_dir)[1].details["unknown_role"]
     assert "'wren_2'" in shown[0]
-    mapped = given(path, tokenizer_dir, roles={"wren_2": "assistant", "bard": "assistant"})
-    assert mapped.accounting.kept == 3
+    _, mapped = given(path, tokenizer_dir, roles={"wren_2": "assistant", "bard": "assistant"})
+    assert mapped.kept == 3
 
 
 def test_a_leading_assistant_turn_can_be_dropped(tmp_path: Path, tokenizer_dir: str) -> None:
-    loaded = given(source("04", "own", tmp_path), tokenizer_dir, leading_assistant="drop_turn")
-    assert loaded.accounting.kept == 2
-    assert loaded.accounting.fixed["dropped_leading_assistant"] == 1
-    text = renderer("default_system").tokenizer.decode(loaded.samples[0].input_ids.tolist())
+    path = source("04", "own", tmp_path)
+    samples, account = given(path, tokenizer_dir, leading_assistant="drop_turn")
+    assert account.kept == 2
+    assert account.fixed["dropped_leading_assistant"] == 1
+    text = renderer("default_system").tokenizer.decode(samples[0].input_ids.tolist())
     assert "Ahoy" not in text
 
 
 def test_a_template_error_concerns_its_row_only(tmp_path: Path) -> None:
     strict = save(tmp_path / "tokenizer", "alternating")
-    loaded = given(source("05", "own", tmp_path), strict)
-    assert loaded.accounting.kept == 1
-    assert "roles must alternate" in loaded.accounting.details["template"][0]
+    _, account = given(source("05", "own", tmp_path), strict)
+    assert account.kept == 1
+    assert "roles must alternate" in account.details["template"][0]
 
 
 def test_system_prompts_are_the_datas_own_and_several_merge_or_drop_the_row(
@@ -273,40 +275,40 @@ def test_system_prompts_are_the_datas_own_and_several_merge_or_drop_the_row(
 ) -> None:
     path = source("08", "own", tmp_path)
     decode = renderer("default_system").tokenizer.decode
-    texts = [decode(s.input_ids.tolist()) for s in given(path, tokenizer_dir).samples]
+    texts = [decode(s.input_ids.tolist()) for s in given(path, tokenizer_dir)[0]]
     assert "system\nA\n\nB" in texts[0]
     assert "harbour office" in texts[2]
     assert "harbour office" not in texts[1]
-    skipped = given(path, tokenizer_dir, several_system_turns="skip_row")
-    assert skipped.accounting.dropped == {"several_system_turns": 1}
-    added = given(path, tokenizer_dir, system_prompt="Be calm.")
-    assert added.accounting.fixed["added_system_prompt"] == 1
-    assert "Be calm." in decode(added.samples[2].input_ids.tolist())
+    _, skipped = given(path, tokenizer_dir, several_system_turns="skip_row")
+    assert skipped.dropped == {"several_system_turns": 1}
+    samples, added = given(path, tokenizer_dir, system_prompt="Be calm.")
+    assert added.fixed["added_system_prompt"] == 1
+    assert "Be calm." in decode(samples[2].input_ids.tolist())
 
 
 def test_duplicates_can_be_kept_under_ids_of_their_own(tmp_path: Path, tokenizer_dir: str) -> None:
     path = source("20", "own", tmp_path)
-    loaded = given(path, tokenizer_dir, deduplicate=False)
-    assert len({sample.id for sample in loaded.samples}) == 3
-    assert loaded.accounting.fixed["reused_id"] == 1
-    assert given(path, tokenizer_dir).samples[0].id == loaded.samples[0].id
+    samples, account = given(path, tokenizer_dir, deduplicate=False)
+    assert len({sample.id for sample in samples}) == 3
+    assert account.fixed["reused_id"] == 1
+    assert given(path, tokenizer_dir)[0][0].id == samples[0].id
 
 
 def test_a_sample_of_exactly_max_len_is_whole(tmp_path: Path, tokenizer_dir: str) -> None:
     path = source("22", "own", tmp_path)
-    whole = given(path, tokenizer_dir).samples[0]
+    whole = given(path, tokenizer_dir)[0][0]
     for max_len, length in ((len(whole.input_ids), 0), (len(whole.input_ids) - 1, 1)):
         config = CorpusConfig(sources=(path,), max_len=max_len)
-        loaded = load_given(config, tokenizer_dir, False, None)
-        assert len(loaded.samples[0].input_ids) == max_len
-        assert loaded.accounting.fixed["truncated"] == length
+        samples, account = load_given(config, tokenizer_dir, False, None)
+        assert len(samples[0].input_ids) == max_len
+        assert account.fixed["truncated"] == length
 
 
 def test_rows_marked_as_cut_at_the_token_limit_teach_no_stop(
     tmp_path: Path, tokenizer_dir: str
 ) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(row("Go on", "and on", finish_reason="length")))
-    sample = given(str(tmp_path / "a.jsonl"), tokenizer_dir).samples[0]
+    sample = given(str(tmp_path / "a.jsonl"), tokenizer_dir)[0][0]
     decode = renderer("default_system").tokenizer.decode
     assert decode(sample.input_ids[sample.loss_mask].tolist()) == "and on"
 
@@ -325,10 +327,8 @@ def test_a_low_yield_stops_the_job_and_names_the_top_reasons(
         CorpusError, match=r"7 of 11 rows.*\n +3 nothing_supervised.*\n +1 unknown_role"
     ):
         load_given(config, tokenizer_dir, False, None)
-    allowed = load_given(
-        CorpusConfig(sources=(str(path),), min_yield=0.5), tokenizer_dir, False, None
-    )
-    assert allowed.accounting.kept == 7
+    config = CorpusConfig(sources=(str(path),), min_yield=0.5)
+    assert load_given(config, tokenizer_dir, False, None)[1].kept == 7
 
 
 def test_hopeless_data_is_given_up_early(tmp_path: Path, tokenizer_dir: str) -> None:
@@ -343,7 +343,7 @@ def prompts(
 ) -> list[dict[str, Any]]:
     (folder / "p.jsonl").write_bytes(content)
     config = CorpusConfig(sources=(str(folder / "p.jsonl"),), **options)
-    loaded = load_prompts(config, tokenizer_dir, False, None).prompts
+    loaded, _ = load_prompts(config, tokenizer_dir, False, None)
     decode = renderer("default_system").tokenizer.decode
     return [
         {"text": decode(p.input_ids.tolist()), "domain": p.domain, **json.loads(p.messages_json)}
@@ -384,8 +384,8 @@ def test_prompts_without_room_for_an_answer_are_dropped(tmp_path: Path, tokenize
         min_yield=0,
         leading_assistant="drop_turn",
     )
-    loaded = load_prompts(config, tokenizer_dir, False, None)
-    assert loaded.accounting.dropped == {"prompt_too_long": 1, "empty_prompt": 1, "no_prompt": 1}
+    _, account = load_prompts(config, tokenizer_dir, False, None)
+    assert account.dropped == {"prompt_too_long": 1, "empty_prompt": 1, "no_prompt": 1}
 
 
 def test_limit_takes_the_first_usable_rows(tmp_path: Path, tokenizer_dir: str) -> None:
@@ -409,12 +409,12 @@ def test_tokenised_rows_are_trimmed_to_what_can_be_trained_and_can_be_prompts(
     ]
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(*rows))
-    loaded = given(str(path), tokenizer_dir)
-    assert [s.input_ids.tolist() for s in loaded.samples] == [[5, 6, 7, 8], [5, 6, 7]]
-    assert loaded.samples[0].loss_mask.tolist() == [False, False, True, True]
-    assert loaded.samples[0].domain == "d"
-    assert loaded.accounting.dropped == {"nothing_supervised": 1, "no_loss_mask": 1}
+    samples, account = given(str(path), tokenizer_dir)
+    assert [s.input_ids.tolist() for s in samples] == [[5, 6, 7, 8], [5, 6, 7]]
+    assert samples[0].loss_mask.tolist() == [False, False, True, True]
+    assert samples[0].domain == "d"
+    assert account.dropped == {"nothing_supervised": 1, "no_loss_mask": 1}
     config = CorpusConfig(sources=(str(path),), min_yield=0, deduplicate=False)
-    asked = load_prompts(config, tokenizer_dir, False, None)
-    assert [p.input_ids.tolist() for p in asked.prompts] == [[5], [5], [5, 6]]
-    assert asked.accounting.dropped == {"no_prompt": 1}
+    asked, account = load_prompts(config, tokenizer_dir, False, None)
+    assert [p.input_ids.tolist() for p in asked] == [[5], [5], [5, 6]]
+    assert account.dropped == {"no_prompt": 1}

@@ -164,18 +164,12 @@ def test_leaks_are_found_through_case_punctuation_and_padding() -> None:
     other = (
         "Write a poem about a lamp that nobody lights and the moth which waits for it every night."
     )
-    found = find_leaks(
-        [
-            prompt("same", exam.upper().replace(",", "")),
-            prompt("inside", f"Please answer. {exam} Think first."),
-            prompt("clean", other),
-            prompt("short", "hi!"),
-            prompt("symbols", "???"),
-        ],
-        [prompt("exam", exam), prompt("tiny", "Hi"), prompt("marks", "!!!")],
-    )
-    assert {(leak.train_id, leak.eval_id) for leak in found} == {
-        ("same", "exam"),
-        ("inside", "exam"),
-        ("short", "tiny"),
-    }
+    exams = [prompt("exam", exam), prompt("tiny", "Hi"), prompt("marks", "!!!")]
+    for trained, leaked in (
+        (exam.upper().replace(",", ""), {"exam"}),
+        (f"Please answer. {exam} Think first.", {"exam"}),
+        (other, set()),
+        ("hi!", {"tiny"}),
+        ("???", set()),
+    ):
+        assert find_leaks([prompt("trained", trained).messages_json], exams) == leaked
