@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ def write_card(directory: Path, rows: Sequence[Json] = ()) -> None:
     measured = [row for row in rows if row["drafter"] == "trained"]
     parts = [
         f"# EAGLE-3 drafter for {facts['target']}",
-        _table(["", ""], [[name, str(value)] for name, value in _facts(config, facts).items()]),
+        markdown_table(
+            [{"fact": name, "value": text} for name, text in _facts(config, facts).items()]
+        ),
         "## Acceptance",
         _acceptance(measured) if measured else "Not measured yet: run the evaluate stage.",
         "## Launch",
@@ -29,7 +31,7 @@ def write_card(directory: Path, rows: Sequence[Json] = ()) -> None:
     write_atomic(directory / "README.md", "\n\n".join(parts) + "\n")
 
 
-def _facts(config: Json, facts: Json) -> Json:
+def _facts(config: Json, facts: Json) -> dict[str, str]:
     attention = "latent (MLA)" if config.get("kv_lora_rank") else "grouped-query"
     share = f"{config['draft_vocab_size']} of {config['vocab_size']} tokens"
     return {
@@ -47,33 +49,57 @@ def _facts(config: Json, facts: Json) -> Json:
 
 
 def _acceptance(rows: Sequence[Json]) -> str:
-    header = ["dataset", "draft tokens", "concurrency", "temperature", "acceptance length"]
-    header += ["95 % interval", "expected", "per position", "speedup", "distinct bigrams"]
-    lines = [
-        [
-            row["dataset"],
-            str(row["num_speculative_tokens"]),
-            str(row["concurrency"]),
-            f"{row['temperature']:g}",
-            f"{row['acceptance_length']:.2f}",
-            " to ".join(f"{edge:.2f}" for edge in row["acceptance_interval"] or []) or "-",
-            _number(row["expected_acceptance_length"]),
-            " ".join(f"{share:.2f}" for share in row["per_position_acceptance"]),
-            _number(row["speedup"], "x"),
-            _number(row["distinct_bigram"]),
-        ]
-        for row in rows
-    ]
-    where = f"{rows[0]['hardware']}, {rows[0]['engine']}"
     return (
-        _table(header, lines)
-        + f"\n\nMeasured in the engine ({where}). Acceptance length counts the bonus token; expected is the "
-        "estimate from walking the same answers."
+        markdown_table([served(row) for row in rows])
+        + f"\n\nMeasured in the engine ({rows[0]['hardware']}, {rows[0]['engine']}). Acceptance length counts the "
+        "bonus token; expected is the estimate from walking the same answers."
     )
 
 
-def _number(value: float | None, unit: str = "") -> str:
+def served(row: Json) -> dict[str, str]:
+    """One row of evaluation.json in words: column -> cell."""
+    return {
+        "dataset": row["dataset"],
+        "drafter": row["drafter"],
+        "draft tokens": str(row["num_speculative_tokens"]),
+        "concurrency": str(row["concurrency"]),
+        "temperature": f"{row['temperature']:g}",
+        "acceptance length": number(row["acceptance_length"]),
+        "95 % interval": interval(row["acceptance_interval"]),
+        "expected": number(row["expected_acceptance_length"]),
+        "per position": shares(row["per_position_acceptance"]),
+        "tokens/s": number(row["tokens_per_s"]),
+        "plain tokens/s": number(row["tokens_per_s_plain"]),
+        "speedup": number(row["speedup"], "x"),
+        "distinct bigrams": number(row["distinct_bigram"]),
+        "lossless": yes(row["lossless"]),
+    }
+
+
+def number(value: float | None, unit: str = "") -> str:
+    """Two decimals, or a dash for what was not measured."""
     return "-" if value is None else f"{value:.2f}{unit}"
+
+
+def interval(edges: Sequence[float] | None) -> str:
+    """Both ends, or a dash."""
+    return "-" if edges is None else " to ".join(map(number, edges))
+
+
+def shares(values: Sequence[float]) -> str:
+    """Shares between 0 and 1, one for each draft position."""
+    return " ".join(map(number, values))
+
+
+def yes(value: bool | None) -> str:
+    """Words for a verdict that may be missing."""
+    return {True: "yes", False: "NO", None: "not checked"}[value]
+
+
+def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Rows of column -> cell, the columns being those of the first."""
+    lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
+    return "\n".join("| " + " | ".join(c.replace("|", "/") for c in line) + " |" for line in lines)
 
 
 def _launch(name: str, config: Json, facts: Json) -> list[str]:
@@ -109,8 +135,3 @@ def _launch(name: str, config: Json, facts: Json) -> list[str]:
         "The weights here are not quantised. vLLM reads that in config.json; SGLang would apply the target's "
         f"`--quantization`{stored} to the drafter, hence `unquant`.",
     ]
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

