@@ -72,6 +72,12 @@ class Conversation:
             content["messages"], content["tools"], followups=tuple(content["followups"])
         )
 
+    def answered(self, text: str) -> Conversation:
+        """After this answer, with the first of `followups` asked."""
+        turn = {"role": "user", "content": self.followups[0]}
+        messages = [*self.messages, {"role": "assistant", "content": text}, turn]
+        return replace(self, messages=messages, followups=self.followups[1:])
+
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:

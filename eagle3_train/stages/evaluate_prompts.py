@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,12 +108,9 @@ def _followups(prompt: Prompt) -> tuple[str, ...]:
 
 
 def _next_turn(prompt: Prompt, answer: str, renderer: Renderer) -> Prompt:
-    said = Conversation.from_json(prompt.messages_json)
-    turn = {"role": "user", "content": said.followups[0]}
-    messages = [*said.messages, {"role": "assistant", "content": answer}, turn]
-    following = replace(said, messages=messages, followups=said.followups[1:])
-    ids = np.array(renderer.prompt_ids(messages, said.tools), dtype=np.int32)
-    return Prompt(f"{prompt.id}-next", prompt.domain, ids, following.to_json())
+    said = Conversation.from_json(prompt.messages_json).answered(answer)
+    ids = np.array(renderer.prompt_ids(said.messages, said.tools), dtype=np.int32)
+    return Prompt(f"{prompt.id}-next", prompt.domain, ids, said.to_json())
 
 
 def requests(config: JobConfig, prompts: Sequence[Prompt], seed: int = 0) -> list[Request]:

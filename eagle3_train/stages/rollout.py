@@ -8,20 +8,23 @@ prompts without a committed sample are asked. A prompt that cannot be answered i
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
-from eagle3_train.config import JobConfig, SamplingConfig
-from eagle3_train.corpus.account import Unusable
+from eagle3_train.config import JobConfig
+from eagle3_train.corpus.account import Accounting, Unusable
 from eagle3_train.corpus.load import load_given, load_prompts
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.corpus.split import is_held_out
 from eagle3_train.corpus.table import committed_ids, next_index, write_shard
 from eagle3_train.engines.answers import Answers
 from eagle3_train.engines.spec import Request
-from eagle3_train.records import Generation, Prompt
+from eagle3_train.records import Generation, Prompt, Sample
 from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import log
 from eagle3_train.stages.rollout_dialogue import Dialogue
@@ -33,6 +36,9 @@ from eagle3_train.stages.rollout_inputs import (
     record_start,
 )
 from eagle3_train.stages.rollout_synthesis import synthesise
+from eagle3_train.training.initial import renderer_of
+
+Item = TypeVar("Item", Prompt, Sample)
 
 LOG_EVERY_S = 10.0
 FAILURES_BEFORE_GIVING_UP = 20
@@ -53,16 +59,13 @@ def run(config: JobConfig, pool: Any) -> Json:
         return done
     if config.corpus.answers == "given":
         return _keep_given(config)
-    tokenizer, remote = _tokenizer(config), config.target.trust_remote_code
-    renderer = Renderer.load(tokenizer, remote, config.corpus.template_kwargs)
-    answers = Answers(pool, config.engine)
+    renderer, answers = renderer_of(config), Answers(pool, config.engine)
     record_start(config)
     prompts = _prompts(config, renderer, answers)
-    _warn_unused_sampling(config, prompts)
     committed = committed_ids(paths.samples)
     missing = [prompt for prompt in prompts if prompt.id not in committed]
-    log.info("rollout: %d prompts, %d already answered", len(prompts), len(prompts) - len(missing))
-    progress = Progress(total=len(prompts), answered=len(prompts) - len(missing))
+    progress = Progress(total=len(prompts), before=len(prompts) - len(missing))
+    log.info("rollout: %d prompts, %d already answered", progress.total, progress.before)
     _answer(config, renderer, answers, missing, progress)
     state = record_complete(config, progress.as_dict())
     log.info("rollout: done | %s", progress.line())
@@ -76,17 +79,14 @@ def run(config: JobConfig, pool: Any) -> Json:
 
 def _keep_given(config: JobConfig) -> Json:
     """Commit conversations with the answers they came with; needs no engine."""
-    paths, rows = RunDir(config.run_path), config.rollout.shard_rows
-    samples, accounting = load_given(
-        config.corpus, _tokenizer(config), config.target.trust_remote_code, paths.quarantine
-    )
-    accounting.save(paths.accounting)
+    folder, rows = RunDir(config.run_path).samples, config.rollout.shard_rows
+    samples = _load(config, load_given)
     record_start(config)
-    done = committed_ids(paths.samples)
+    done = committed_ids(folder)
     missing = [sample for sample in samples if sample.id not in done]
     for start in range(0, len(missing), rows):
         shard = missing[start : start + rows]
-        write_shard(paths.samples, next_index(paths.samples), shard, ["null"] * len(shard))
+        write_shard(folder, next_index(folder), shard, ["null"] * len(shard))
     state = record_complete(config, {"answered": len(samples)})
     log.info("rollout: kept %d given answers", len(samples))
     return state
@@ -101,27 +101,28 @@ def check(config: JobConfig) -> None:
 
 def _given_prompts(config: JobConfig) -> list[Prompt]:
     """Prompts of the sources, accounted for; none when the target writes all of them."""
-    paths = RunDir(config.run_path)
     if config.rollout.self_synthesised and not config.corpus.sources:
         return []
-    prompts, accounting = load_prompts(
-        config.corpus, _tokenizer(config), config.target.trust_remote_code, paths.quarantine
-    )
+    return _load(config, load_prompts)
+
+
+def _load(config: JobConfig, load: Callable[..., tuple[list[Item], Accounting]]) -> list[Item]:
+    """What the sources hold, accounted for in files of the run."""
+    paths, target = RunDir(config.run_path), config.target
+    tokenizer = target.tokenizer or target.path
+    items, accounting = load(config.corpus, tokenizer, target.trust_remote_code, paths.quarantine)
     accounting.save(paths.accounting)
-    return prompts
+    return items
 
 
 def _prompts(config: JobConfig, renderer: Renderer, answers: Answers) -> list[Prompt]:
     """What the sources hold and what the target writes itself, each once."""
-    given = _given_prompts(config)
-    own = synthesise(
-        config.rollout,
-        renderer,
-        config.corpus.max_len,
-        answers.all,
-        RunDir(config.run_path).synthesised,
-    )
-    return list({prompt.id: prompt for prompt in [*given, *own]}.values())
+    given, path = _given_prompts(config), RunDir(config.run_path).synthesised
+    own = synthesise(config.rollout, renderer, config.corpus.max_len, answers.all, path)
+    prompts = list({prompt.id: prompt for prompt in [*given, *own]}.values())
+    if unused := set(config.rollout.domain_sampling) - {prompt.domain for prompt in prompts}:
+        log.warning("rollout.domain_sampling names domains without prompts: %s", sorted(unused))
+    return prompts
 
 
 def _answer(
@@ -132,7 +133,7 @@ def _answer(
     progress: Progress,
 ) -> None:
     """Keep the engines busy until every prompt is answered; commit a shard whenever one is full."""
-    shard = Shard(RunDir(config.run_path), config.rollout.shard_rows)
+    folder, shard = RunDir(config.run_path).samples, list[Dialogue]()
     dialogues = {prompt.id: Dialogue.start(prompt) for prompt in prompts}
     answers.ask([_request(config, dialogue) for dialogue in dialogues.values()])
     while dialogues:
@@ -142,11 +143,22 @@ def _answer(
                 answers.ask([_request(config, dialogue)])
                 continue
             del dialogues[generation.id]
-            shard.add(dialogue)
+            shard += [dialogue] if dialogue.samples else []
             progress.answered += bool(dialogue.samples)
+            if len(shard) == config.rollout.shard_rows:
+                _commit(folder, shard)
+                shard = []
         _check_failures(config, progress)
         progress.log()
-    shard.commit()
+    if shard:
+        _commit(folder, shard)
+
+
+def _commit(folder: Path, dialogues: list[Dialogue]) -> None:
+    """Write answered conversations as one file."""
+    rows = [(sample, d.prompt.messages_json) for d in dialogues for sample in d.samples]
+    samples, messages = zip(*rows, strict=True)
+    write_shard(folder, next_index(folder), samples, messages)
 
 
 def _take(
@@ -176,7 +188,7 @@ def _take(
 
 def _request(config: JobConfig, dialogue: Dialogue) -> Request:
     """The turn that waits for an answer; it may fill the sample up to corpus.max_len."""
-    sampling = _sampling(config, dialogue.prompt.domain)
+    sampling = config.rollout.domain_sampling.get(dialogue.prompt.domain, config.rollout.sampling)
     # The expected acceptance length walks held-out answers, which only greedy ones allow.
     greedy = is_held_out(dialogue.prompt.id, config.corpus.held_out_fraction)
     ids = tuple(dialogue.asked.input_ids.tolist())
@@ -190,52 +202,23 @@ def _request(config: JobConfig, dialogue: Dialogue) -> Request:
     )
 
 
-def _sampling(config: JobConfig, domain: str) -> SamplingConfig:
-    return config.rollout.domain_sampling.get(domain, config.rollout.sampling)
-
-
-class Shard:
-    """Answered conversations until there are enough for a file; one conversation is never split."""
-
-    def __init__(self, paths: RunDir, rows: int) -> None:
-        self._folder = paths.samples
-        self._rows = rows
-        self._dialogues: list[Dialogue] = []
-
-    def add(self, dialogue: Dialogue) -> None:
-        """Keep a conversation's samples, if it has any."""
-        if dialogue.samples:
-            self._dialogues.append(dialogue)
-        if len(self._dialogues) >= self._rows:
-            self.commit()
-
-    def commit(self) -> None:
-        """Write what is kept."""
-        if self._dialogues:
-            rows = [
-                (sample, d.prompt.messages_json) for d in self._dialogues for sample in d.samples
-            ]
-            samples, messages = zip(*rows, strict=True)
-            write_shard(self._folder, next_index(self._folder), samples, messages)
-            self._dialogues = []
-
-
 @dataclass(slots=True)
 class Progress:
-    """Counts of one run of the stage; `answered` includes what earlier runs committed."""
+    """Counts of one run of the stage, after `before` prompts that earlier runs answered."""
 
     total: int
-    answered: int
+    before: int
+    answered: int = 0
     output_tokens: int = 0
     failures: Counter[str] = field(default_factory=Counter)
     finish_reasons: Counter[str] = field(default_factory=Counter)
     started: float = field(default_factory=time.monotonic)
-    _before: int = -1
-    _logged: float = field(default_factory=time.monotonic)
-    _logged_tokens: int = 0
+    logged: float = field(default_factory=time.monotonic)
 
-    def __post_init__(self) -> None:
-        self._before = self.answered
+    @property
+    def finished(self) -> int:
+        """Prompts of this run that are answered or given up."""
+        return self.answered + self.failures.total()
 
     @property
     def cut_share(self) -> float:
@@ -247,33 +230,26 @@ class Progress:
         wall_s = time.monotonic() - self.started
         reasons = ", ".join(f"{name} {count}" for name, count in self.failures.most_common())
         return (
-            f"{self.answered}/{self.total} prompts | {self.output_tokens} tokens in {wall_s:.0f} s, "
+            f"{self.before + self.answered}/{self.total} prompts | {self.output_tokens} tokens in {wall_s:.0f} s, "
             f"{self.output_tokens / max(wall_s, 1e-9):.0f} tok/s | failed {self.failures.total()}"
             f"{f' ({reasons})' if reasons else ''} | cut {100 * self.cut_share:.0f} %"
         )
 
     def log(self) -> None:
-        """One line every few seconds: rate of the last ones, time left."""
+        """One line every few seconds, with the time left."""
         now = time.monotonic()
-        if now - self._logged < LOG_EVERY_S:
+        if now - self.logged < LOG_EVERY_S:
             return
-        rate = (self.output_tokens - self._logged_tokens) / (now - self._logged)
-        finished = self.answered + self.failures.total()
-        fresh = finished - self._before
-        left = self.total - finished
-        eta = f"{left * (now - self.started) / fresh / 60:.1f} min" if fresh else "unknown"
-        log.info(
-            "rollout %d/%d %.0f%% | %.0f tok/s | failed %d | cut %.0f %% | eta %s",
-            finished, self.total, 100 * finished / max(self.total, 1), rate,
-            self.failures.total(), 100 * self.cut_share, eta,
-        )  # fmt: skip
-        self._logged, self._logged_tokens = now, self.output_tokens
+        self.logged = now
+        left = self.total - self.before - self.finished
+        each_s = (now - self.started) / self.finished if self.finished else math.inf
+        log.info("rollout: %s | eta %.1f min", self.line(), left * each_s / 60)
 
     def as_dict(self) -> Json:
         """What rollout/state.json keeps."""
         return {
             "prompts": self.total,
-            "answered": self.answered,
+            "answered": self.before + self.answered,
             "failed": dict(self.failures),
             "finish_reasons": dict(self.finish_reasons),
             "output_tokens": self.output_tokens,
@@ -286,19 +262,9 @@ def _check_failures(config: JobConfig, progress: Progress) -> None:
     failed = progress.failures.total()
     allowed = config.rollout.max_failures * progress.total
     if failed > max(allowed, FAILURES_BEFORE_GIVING_UP) or (
-        failed > allowed and failed + progress.answered == progress.total
+        failed > allowed and progress.before + progress.finished == progress.total
     ):
         raise ValueError(
             f"{failed} of {progress.total} prompts could not be answered: {dict(progress.failures)}; "
             "mend the prompts or the engine, or raise rollout.max_failures"
         )
-
-
-def _warn_unused_sampling(config: JobConfig, prompts: list[Prompt]) -> None:
-    unused = set(config.rollout.domain_sampling) - {prompt.domain for prompt in prompts}
-    if unused:
-        log.warning("rollout.domain_sampling names domains without prompts: %s", sorted(unused))
-
-
-def _tokenizer(config: JobConfig) -> str:
-    return config.target.tokenizer or config.target.path

@@ -24,8 +24,6 @@ class Dialogue:
     prompt: Prompt
     asked: Prompt
     supervised: npt.NDArray[np.bool_]
-    turn: int = 0
-    tries: int = 0
     samples: list[Sample] = field(default_factory=list)
 
     @staticmethod
@@ -36,14 +34,11 @@ class Dialogue:
     def take(self, generation: Generation, renderer: Renderer, max_len: int) -> bool:
         """Add an answer; whether another turn is to be asked. Raises Unusable for an answer of no use."""
         sample = rollout_sample(self.asked, generation, max_len)
-        continued = bool(self.supervised.any())
         mask = sample.loss_mask.copy()
         mask[: len(self.supervised)] |= self.supervised
-        sample = replace(sample, loss_mask=mask)
-        if continued:
-            self.samples[-1] = replace(sample, id=self.samples[-1].id)
-        else:
-            self.samples.append(sample)
+        if self.supervised.any():  # the sample goes on
+            self.samples.pop()
+        self.samples.append(replace(sample, loss_mask=mask))
         return generation.finish_reason == "stop" and self._ask_next(generation, renderer, max_len)
 
     def _ask_next(self, generation: Generation, renderer: Renderer, max_len: int) -> bool:
@@ -53,25 +48,18 @@ class Dialogue:
         said = Conversation.from_json(self.asked.messages_json)
         if not said.followups or not generation.text.strip():
             return False
-        messages = [
-            *said.messages,
-            {"role": "assistant", "content": generation.text},
-            {"role": "user", "content": said.followups[0]},
-        ]
+        following = said.answered(generation.text)
         try:
-            ids = np.array(renderer.prompt_ids(messages, said.tools), dtype=np.int32)
+            ids = np.array(renderer.prompt_ids(following.messages, said.tools), dtype=np.int32)
         except Unusable:
             return False
         if len(ids) + 1 >= max_len:
             return False
-        self.turn += 1
-        done = self.samples[-1]
+        done, name = self.samples[-1], f"{self.prompt.id}-t{len(self.samples)}"
         length = len(done.input_ids)
         self.supervised = np.zeros(len(ids), dtype=np.bool_)
-        name = f"{self.prompt.id}-t{self.turn}"
         if length < len(ids) and np.array_equal(ids[:length], done.input_ids):
             self.supervised[:length] = done.loss_mask
             name = done.id
-        following = replace(said, messages=messages, followups=said.followups[1:])
         self.asked = Prompt(name, self.prompt.domain, ids, following.to_json())
         return True

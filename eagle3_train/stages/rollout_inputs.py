@@ -77,7 +77,7 @@ def _changes(config: JobConfig, state: Json) -> list[str]:
     except CorpusError as error:  # moved away since: the answers stay valid
         log.warning("rollout: the data is taken as unchanged: %s", error)
         return names
-    return names if state.get("data") == data else [*names, "contents of corpus.sources"]
+    return names if state["data"] == data else [*names, "contents of corpus.sources"]
 
 
 def _flat(inputs: Json, prefix: str = "") -> Iterable[tuple[str, str]]:

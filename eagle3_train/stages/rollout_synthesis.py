@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence, Set
@@ -18,8 +17,7 @@ from eagle3_train.corpus.render import Renderer
 from eagle3_train.engines.spec import Request
 from eagle3_train.records import Generation, Prompt
 from eagle3_train.rundir import write_atomic
-
-log = logging.getLogger("eagle3_train")
+from eagle3_train.runlog import log
 
 DOMAIN = "self_synthesised"
 PROBE = "user turn goes here"
