@@ -14,19 +14,22 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
 from eagle3_train.target.facts import TargetFacts, default_boundaries
 
 Engine = Literal["vllm", "sglang"]
+Backend = Literal["native", "transformers", "unsupported"]
 LayerIds = Literal["", "boundary", "output", "output_always", "deepseek"]
 # Switches of EAGLE-3.1 drafters; an engine version serves those its drafter's file names. A file that names the
 # last one rotates by YaRN whatever the drafter's config says (vLLM 0.23's MLA drafter).
 DRAFTER_OPTIONS = ("norm_output", "fc_norm", "norm_before_fc", "deepseek_yarn")
 _TABLES = Path(__file__).parent
 _REGISTRY = Path("model_executor/models/registry.py")
+# "Architecture": ("module", "Class"), unless it is commented out
+_ENTRY = re.compile(r'^[^#\n]*"(\w+)":\s*\(\s*"([\w.]+)",\s*"(\w+)",?\s*\)', re.MULTILINE)
 _CAPTURE = "set_eagle3_layers_to_capture"
 
 
@@ -65,7 +68,7 @@ class Resolution:
     version: str
     origin: str
     resolved_class: str
-    backend: Literal["native", "transformers", "unsupported"]
+    backend: Backend
     needs_code: bool
     supports_eagle3: bool
     layer_ids: LayerIds
@@ -76,47 +79,46 @@ def engine_index(engine: Engine, version: str | None = None) -> EngineIndex | No
 
     Returns None when neither exists.
     """
-    spec = importlib.util.find_spec(engine)
-    if spec is not None and spec.origin is not None:
-        root = Path(spec.origin).parent
-        installed = package_version(root)
-        if version in (None, installed):
-            source = _PackageSource(root)
-            return EngineIndex(engine, installed, "installed", source.find)
-    tables = sorted(_TABLES.glob(f"{engine}-*.json"), key=lambda file: _numbers(file.stem))
-    wanted = [file for file in tables if version in (None, file.stem.partition("-")[2])]
-    return _shipped(wanted[-1]) if wanted else None
+    root = _installed(engine)
+    if root and version in (None, package_version(root)):
+        return EngineIndex(engine, package_version(root), "installed", _PackageSource(root).find)
+    tables = {file.stem.partition("-")[2]: file for file in _TABLES.glob(f"{engine}-*.json")}
+    newest = max(tables, key=lambda found: [int(part) for part in found.split(".")], default="")
+    file = tables.get(version or newest)
+    return _shipped(file) if file else None
 
 
 def resolve_target(facts: TargetFacts, index: EngineIndex) -> Resolution:
     """How `index`'s engine would load the target; the target's own code is looked at, never run."""
-
+    found, backend, needs_code = _choose(facts, index)
     # A wrapper promises what only the language model inside it can keep.
     inner = [index.find(name) for name in facts.text_architectures]
     untapped = any(language_model and not language_model.layer_ids for language_model in inner)
+    ids = "" if untapped else found.layer_ids
+    return Resolution(
+        engine=index.engine,
+        version=index.version,
+        origin=index.origin,
+        resolved_class=found.resolved_class,
+        backend=backend,
+        needs_code=needs_code,
+        supports_eagle3=bool(ids),
+        layer_ids=ids,
+    )
 
-    def result(found: EngineClass | None, backend: str, needs_code: bool = False) -> Resolution:
-        name, ids = (found.resolved_class, found.layer_ids) if found else ("", "")
-        ids = "" if untapped else ids
-        return Resolution(
-            *(index.engine, index.version, index.origin, name, backend),  # type: ignore[arg-type]
-            needs_code=needs_code,
-            supports_eagle3=bool(ids),
-            layer_ids=ids,
-        )
 
+def _choose(facts: TargetFacts, index: EngineIndex) -> tuple[EngineClass, Backend, bool]:
+    """The class, what runs it, and whether it would execute the target's own Python files."""
     for architecture in facts.architectures:
-        found = index.find(architecture)
-        if found is not None:
-            return result(found, "native")
+        if native := index.find(architecture):
+            return native, "native", False
     kind = ("MultiModal" if facts.is_multimodal else "") + ("MoE" if facts.moe else "")
     fallback = index.find(f"Transformers{kind}ForCausalLM") or index.find("TransformersForCausalLM")
-    if fallback is not None:
-        if any(transformers_knows(architecture) for architecture in facts.architectures):
-            return result(fallback, "transformers")
-        if any(key.startswith("AutoModel") for key in facts.auto_map) and backend_compatible(facts):
-            return result(fallback, "transformers", needs_code=True)
-    return result(None, "unsupported")
+    if fallback and any(_transformers_knows(name) for name in facts.architectures):
+        return fallback, "transformers", False
+    if fallback and _ships_fitting_code(facts):
+        return fallback, "transformers", True
+    return EngineClass("", ""), "unsupported", False
 
 
 def tapped_boundaries(
@@ -130,22 +132,26 @@ def tapped_boundaries(
     return tuple(i + 1 for i in given) if shifted else given
 
 
-def transformers_knows(architecture: str) -> bool:
-    """Whether the installed transformers has a class of that name (its source is read, not imported)."""
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None:
-        return False
-    names = Path(spec.origin).parent / "models" / "auto" / "modeling_auto.py"
-    return f'"{architecture}"' in names.read_text()
+def _installed(package: str) -> Path | None:
+    """Directory of an installed package, which is not imported."""
+    spec = importlib.util.find_spec(package)
+    return Path(spec.origin).parent if spec and spec.origin else None
 
 
-def backend_compatible(facts: TargetFacts) -> bool:
-    """Whether the target's own model file, when present, lets an engine replace its attention."""
-    module = next(v for k, v in facts.auto_map.items() if k.startswith("AutoModel"))
-    file = facts.path / f"{module.rpartition('--')[2].split('.')[0]}.py"
-    return not file.is_file() or bool(
-        re.search(r"_supports_(attention_backend|sdpa|flex_attn)\s*=\s*True", file.read_text())
-    )
+def _transformers_knows(architecture: str) -> bool:
+    root = _installed("transformers")
+    names = Path("models", "auto", "modeling_auto.py")
+    return root is not None and f'"{architecture}"' in (root / names).read_text()
+
+
+def _ships_fitting_code(facts: TargetFacts) -> bool:
+    """Whether the target names a model file of its own that, if present, lets an engine replace its attention."""
+    for key, module in facts.auto_map.items():
+        if key.startswith("AutoModel"):
+            file = facts.path / f"{module.rpartition('--')[2].split('.')[0]}.py"
+            fits = r"_supports_(attention_backend|sdpa|flex_attn)\s*=\s*True"
+            return not file.is_file() or bool(re.search(fits, file.read_text()))
+    return False
 
 
 def package_version(root: Path) -> str:
@@ -162,7 +168,7 @@ class _PackageSource:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.is_vllm = root.name == "vllm"
-        self._module = lru_cache(maxsize=None)(_parse)
+        self._module = cache(_parse)
         self.registry = self._vllm_registry() if self.is_vllm else self._sglang_registry()
 
     def find(self, architecture: str) -> EngineClass | None:
@@ -177,21 +183,12 @@ class _PackageSource:
         return EngineClass(f"{module.removesuffix('.__init__')}.{name}", ids, tuple(options))
 
     def _vllm_registry(self) -> dict[str, tuple[Path, str]]:
-        """Every `"Architecture": ("module", "Class")` entry of the registry's dictionaries."""
+        """Every entry of the registry's dictionaries whose module is there."""
         found = {}
-        for node in ast.walk(ast.parse((self.root / _REGISTRY).read_text())):
-            if not isinstance(node, ast.Dict):
-                continue
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(value, ast.Tuple):
-                    names = [e.value for e in value.elts if isinstance(e, ast.Constant)]
-                    if len(names) == len(value.elts) == 2:
-                        module = str(names[0])
-                        if not module.startswith("vllm."):
-                            module = f"vllm.model_executor.models.{module}"
-                        file = self._file(module)
-                        if file is not None:
-                            found[str(key.value)] = (file, str(names[1]))
+        for architecture, module, name in _ENTRY.findall((self.root / _REGISTRY).read_text()):
+            package = "" if module.startswith("vllm.") else "vllm.model_executor.models."
+            if file := self._file(package + module):
+                found[architecture] = (file, name)
         return found
 
     def _sglang_registry(self) -> dict[str, tuple[Path, str]]:
@@ -230,23 +227,19 @@ class _PackageSource:
         """The class and its bases, nearest first, through imports and aliases inside the package."""
         queue, seen = [(file, name)], set()
         while queue:
-            here = queue.pop(0)
+            file, name = here = queue.pop(0)
             if here in seen:
                 continue
             seen.add(here)
-            module = self._module(here[0])
-            node = module.classes.get(here[1])
-            if node is not None:
-                yield here[0], node
-                queue += [
-                    (here[0], ast.unparse(b).split("[")[0].split(".")[-1]) for b in node.bases
-                ]
-            elif here[1] in module.aliases:
-                queue.append((here[0], module.aliases[here[1]]))
+            module = self._module(file)
+            if node := module.classes.get(name):
+                yield file, node
+                queue += [(file, ast.unparse(b).split("[")[0].split(".")[-1]) for b in node.bases]
+            elif name in module.aliases:
+                queue.append((file, module.aliases[name]))
             else:
-                for source, original in module.imports.get(here[1], ()):
-                    imported = self._file(source, relative_to=here[0])
-                    if imported is not None:
+                for source, original in module.imports.get(name, ()):
+                    if imported := self._file(source, relative_to=file):
                         queue.append((imported, original))
 
     def _file(self, module: str, relative_to: Path | None = None) -> Path | None:
@@ -302,10 +295,6 @@ def _shipped(file: Path) -> EngineIndex:
         for name, row in table["architectures"].items()
     }
     return EngineIndex(table["engine"], table["version"], "shipped table", classes.get)
-
-
-def _numbers(stem: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", stem))
 
 
 def generate_table(root: Path, into: Path = _TABLES) -> Path:
