@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from eagle3_train.drafter.modules import DrafterWeights
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
 
 Json = dict[str, Any]
@@ -57,31 +59,8 @@ class ServedTarget:
 
 def expected_tensors(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every weight a drafter of this shape has; d2t, t2d and the shared embedding apart."""
-    hidden, wide, states = spec.hidden_size, spec.intermediate_size, spec.num_aux * spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, states),
-        "norm.weight": (hidden,),
-        "lm_head.weight": (spec.draft_vocab_size, hidden),
-    }
-    if spec.norm_before_fc:
-        shapes["input_norm.weight"] = (states,)
-    if spec.fc_norm:
-        shapes |= {f"fc_norm.{i}.weight": (hidden,) for i in range(spec.num_aux)}
-    for layer in range(spec.num_layers):
-        prefix = f"layers.{layer}." if layer else "midlayer."
-        inner = {
-            "input_layernorm": (hidden,),
-            "post_attention_layernorm": (hidden,),
-            "mlp.gate_proj": (wide, hidden),
-            "mlp.up_proj": (wide, hidden),
-            "mlp.down_proj": (hidden, wide),
-            "self_attn.o_proj": (hidden, spec.num_heads * spec.value_dim),
-            **_attention(spec, hidden if layer else 2 * hidden),
-        }
-        if layer == 0:
-            inner["hidden_norm"] = (hidden,)
-        shapes |= {f"{prefix}{name}.weight": shape for name, shape in inner.items()}
-    return shapes
+    weights = DrafterWeights(spec, torch.device("meta"))
+    return {name: tuple(weight.shape) for name, weight in weights.named_parameters()}
 
 
 def twins(spec: DrafterSpec) -> dict[str, str]:
@@ -90,34 +69,6 @@ def twins(spec: DrafterSpec) -> dict[str, str]:
     return {
         f"layers.{layer}.hidden_norm.weight": f"layers.{layer}.input_layernorm.weight"
         for layer in range(1, spec.num_layers)
-    }
-
-
-def _attention(spec: DrafterSpec, width: int) -> dict[str, tuple[int, ...]]:
-    """Projections of one attention whose input is `width` wide."""
-    if spec.attention == "llama":
-        keys = spec.num_kv_heads * spec.head_dim
-        return {
-            "self_attn.q_proj": (spec.num_heads * spec.head_dim, width),
-            "self_attn.k_proj": (keys, width),
-            "self_attn.v_proj": (keys, width),
-        }
-    latent, rotated = spec.kv_lora_rank or 0, spec.qk_rope_head_dim or 0
-    queries = spec.num_heads * spec.qk_head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "self_attn.kv_a_proj_with_mqa": (latent + rotated, width),
-        "self_attn.kv_a_layernorm": (latent,),
-        "self_attn.kv_b_proj": (
-            spec.num_heads * ((spec.qk_nope_head_dim or 0) + spec.value_dim),
-            latent,
-        ),
-    }
-    if spec.q_lora_rank is None:
-        return shapes | {"self_attn.q_proj": (queries, width)}
-    return shapes | {
-        "self_attn.q_a_proj": (spec.q_lora_rank, width),
-        "self_attn.q_a_layernorm": (spec.q_lora_rank,),
-        "self_attn.q_b_proj": (queries, spec.q_lora_rank),
     }
 
 
