@@ -66,14 +66,14 @@ def _all_files(sources: Sequence[str]) -> list[tuple[Any, str]]:
 def _files(source: str) -> list[tuple[Any, str]]:
     """(filesystem, path) of the data files behind one source, in name order."""
     filesystem, path = fsspec.core.url_to_fs(source)
-    if any(char in path for char in "*?[") and not filesystem.exists(path):
-        found = sorted(filesystem.glob(path))
-        paths = [name for name in found if not (_is_hidden(name) or filesystem.isdir(name))]
-    elif filesystem.isdir(path):
+    if filesystem.isdir(path):
         found = sorted(filesystem.find(path))
         paths = [name for name in found if _is_data(name, path)]
+    elif filesystem.exists(path):
+        found = paths = [path]
     else:
-        found = paths = [path] if filesystem.exists(path) else []
+        found = sorted(filesystem.glob(path))
+        paths = [name for name in found if not (_is_hidden(name) or filesystem.isdir(name))]
     if not found:
         empty = filesystem.isdir(path)
         problem = "is an empty directory" if empty else "does not exist; check the path or URL"
@@ -134,14 +134,17 @@ def _lines(path: str, file: BinaryIO) -> Iterator[Row]:
 def _parse(line: bytes) -> dict[str, Any] | Unusable:
     """The JSON object on one line, or what is wrong with it."""
     try:
-        value = json.loads(line.decode("utf-8"))
+        return _fields(json.loads(line.decode("utf-8")))
     except UnicodeDecodeError as error:
         return Unusable("invalid_utf8", str(error))
     except (ValueError, RecursionError) as error:
         return Unusable("invalid_json", str(error))
-    if not isinstance(value, dict):
-        return Unusable("not_an_object", f"got {type(value).__name__}")
-    return value
+
+
+def _fields(value: Any) -> dict[str, Any] | Unusable:
+    if isinstance(value, dict):
+        return value
+    return Unusable("not_an_object", f"got {type(value).__name__}")
 
 
 def _document(path: str, file: BinaryIO) -> Iterator[Row]:
@@ -153,9 +156,7 @@ def _document(path: str, file: BinaryIO) -> Iterator[Row]:
             f"{path} starts like one JSON array or object but is not: {error}"
         ) from error
     for number, value in enumerate(found if isinstance(found, list) else [found], start=1):
-        fine = isinstance(value, dict)
-        problem = Unusable("not_an_object", f"got {type(value).__name__}")
-        yield Row(f"{path}:[{number}]", value if fine else problem)
+        yield Row(f"{path}:[{number}]", _fields(value))
 
 
 def _is_document(file: BinaryIO) -> bool:

@@ -4,8 +4,8 @@ Prompts are encoded as the engine would (`add_special_tokens=False`: the templat
 that came with the data are masked by the append-only rule: rendering the turns before an answer plus
 the generation prompt must give a prefix of rendering the answer too, in text and in tokens; the rest,
 up to the stop token, is supervised. Anything else fails closed. Special-token strings inside message
-text are text: a mark breaks them before the template runs, and a clone of the tokenizer in which
-control tokens have private names encodes the result with the marks removed.
+text are text: a mark breaks them before the template runs, and a clone of the tokenizer whose normaliser
+drops the mark, after special tokens were found, encodes the result.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
 
 from eagle3_train.corpus.account import CorpusError, Unusable
@@ -28,7 +29,6 @@ from eagle3_train.corpus.conversation import Conversation, Message
 from eagle3_train.records import Generation, Prompt, Sample
 
 MARK = "\ue0f1"
-ALIAS = "\ue0f2{}\ue0f3"
 # What a target writes inside its own answer: never escaped there, always in the draft vocabulary.
 STRUCTURE = re.compile(r"think|tool", re.IGNORECASE)
 UNUSED = re.compile(r"reserved|unused", re.IGNORECASE)
@@ -78,17 +78,22 @@ class Renderer:
         self.stop_ids = stop_ids
         self.vocab_size = len(tokenizer)
         added: dict[int, Any] = tokenizer.added_tokens_decoder
-        self._special = {str(t): id for id, t in added.items() if t.special and len(str(t)) > 1}
-        self._control_ids = frozenset(self._special.values())
-        longest_first = sorted(self._special, key=len, reverse=True)
+        special = {str(t): id for id, t in added.items() if t.special and len(str(t)) > 1}
+        self._control_ids = frozenset(special.values())
+        longest_first = sorted(special, key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.always_drafted = frozenset(
             id
             for id, token in added.items()
             if (token.special or STRUCTURE.search(str(token))) and not UNUSED.search(str(token))
         ) | frozenset(stop_ids)
-        self._text_backend: Tokenizer | None = None
-        self.fingerprint = self._fingerprint()
+        fast = tokenizer.is_fast
+        vocabulary = (
+            tokenizer.backend_tokenizer.to_str() if fast else sorted(tokenizer.get_vocab().items())
+        )
+        facts = [vocabulary, tokenizer.chat_template, sorted(stop_ids), self.template_kwargs]
+        text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
+        self.fingerprint = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @classmethod
     def load(
@@ -247,42 +252,24 @@ class Renderer:
     def _encode(self, text: str) -> list[int]:
         if MARK not in text:
             return list(self.tokenizer.encode(text, add_special_tokens=False))
-        if self._text_backend is None:
-            self._text_backend = self._renamed_backend()
-        renamed = self._pattern.sub(lambda m: ALIAS.format(self._special[m.group()]), text)
-        encoding = self._text_backend.encode(renamed.replace(MARK, ""), add_special_tokens=False)
-        return list(encoding.ids)
+        ids = self._unmarking_backend.encode(text, add_special_tokens=False).ids
+        control = self._control_ids - {self.tokenizer.unk_token_id}
+        if sum(id in control for id in ids) > len(self._pattern.findall(text)):
+            raise Unusable("special_text", "this tokenizer finds special tokens in plain text")
+        return list(ids)
 
-    def _renamed_backend(self) -> Tokenizer:
-        """The same tokenizer, but its special tokens answer to ALIAS names only."""
+    @cached_property
+    def _unmarking_backend(self) -> Tokenizer:
+        """The same tokenizer, but MARK is dropped from what is left when special tokens were found."""
         if not self.tokenizer.is_fast:
             raise Unusable("special_text", "this tokenizer cannot encode special tokens as text")
         state = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        names = {token: ALIAS.format(id) for token, id in self._special.items()}
         for token in state["added_tokens"]:
-            token["content"] = names.get(token["content"], token["content"])
-        model = state["model"]
-        if isinstance(model["vocab"], dict):
-            model["vocab"] = {names.get(t, t): id for t, id in model["vocab"].items()}
-        else:
-            model["vocab"] = [[names.get(t, t), score] for t, score in model["vocab"]]
-        if model.get("unk_token") in names:
-            model["unk_token"] = names[model["unk_token"]]
-        state["post_processor"] = None
+            token["normalized"] = token["normalized"] and not token["special"]
         clone = Tokenizer.from_str(json.dumps(state))
-        moved = [t for t, id in self._special.items() if clone.token_to_id(names[t]) != id]
-        assert not moved, f"renaming changed the ids of {moved[:5]}"
+        steps = [normalizers.Replace(MARK, ""), clone.normalizer]
+        clone.normalizer = normalizers.Sequence([step for step in steps if step is not None])
         return clone
-
-    def _fingerprint(self) -> str:
-        tokenizer = self.tokenizer
-        fast = tokenizer.is_fast
-        vocabulary = (
-            tokenizer.backend_tokenizer.to_str() if fast else sorted(tokenizer.get_vocab().items())
-        )
-        facts = [vocabulary, tokenizer.chat_template, sorted(self.stop_ids), self.template_kwargs]
-        text = json.dumps(facts, sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def rollout_sample(prompt: Prompt, generation: Generation, max_len: int) -> Sample:
@@ -307,15 +294,10 @@ def rollout_sample(prompt: Prompt, generation: Generation, max_len: int) -> Samp
     )
 
 
-def _said(message: Message) -> str:
-    """All the target wrote in one turn, tool calls aside."""
-    return f"{message.get('reasoning_content', '')}{message['content']}"
-
-
 def _is_context(message: Message) -> bool:
     """Whether an assistant turn teaches nothing: it is empty, or the data says so."""
-    empty = not _said(message).strip() and not message.get("tool_calls")
-    return empty or message.get("weight") == 0
+    said = message.get("reasoning_content", "") + message["content"]
+    return not (said.strip() or message.get("tool_calls")) or message.get("weight") == 0
 
 
 def _check_complete(message: Message, answer: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from eagle3_train.records import Sample
+from eagle3_train.rundir import write_atomic
 
 SCHEMA = pa.schema(
     [
@@ -37,30 +37,21 @@ def write_shard(
     path = dir / f"samples-{index:06d}.parquet"
     if path.exists():
         raise ValueError(f"{path} is already committed; use next_index({dir})")
-    assert len(samples) == len(messages_json), "one messages_json per sample"
-    for sample in samples:
-        assert len(sample.input_ids) == len(sample.loss_mask), (
-            f"mask of {sample.id} has another length"
-        )
-    columns = [
-        [sample.id for sample in samples],
-        [sample.domain for sample in samples],
-        [sample.input_ids for sample in samples],
-        [sample.loss_mask for sample in samples],
-        [sample.finish_reason for sample in samples],
-        list(messages_json),
+    assert all(len(sample.input_ids) == len(sample.loss_mask) for sample in samples)
+    rows = [
+        {
+            "id": sample.id,
+            "domain": sample.domain,
+            "input_ids": sample.input_ids,
+            "loss_mask": sample.loss_mask,
+            "finish_reason": sample.finish_reason,
+            "messages_json": text,
+        }
+        for sample, text in zip(samples, messages_json, strict=True)
     ]
-    table = pa.table(
-        [pa.array(column, type=f.type) for column, f in zip(columns, SCHEMA, strict=True)],
-        schema=SCHEMA,
-    )
-    dir.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        pq.write_table(table, file, compression="zstd")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    file = pa.BufferOutputStream()
+    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), file, compression="zstd")
+    write_atomic(path, file.getvalue().to_pybytes())
 
 
 def committed_ids(dir: Path) -> set[str]:
@@ -100,18 +91,16 @@ def _read(shard: Path) -> list[Sample]:
     """Samples of one shard; ids and masks are views into two flat arrays."""
     table = pq.read_table(shard, schema=SCHEMA).combine_chunks()
     lists = table["input_ids"].combine_chunks()
-    offsets = lists.offsets.to_numpy()
-    ids = lists.values.to_numpy()
-    mask = (
-        table["loss_mask"].combine_chunks().values.to_numpy(zero_copy_only=False).astype(np.bool_)
+    borders = lists.offsets.to_numpy()[1:-1]
+    masks = table["loss_mask"].combine_chunks().values.to_numpy(zero_copy_only=False)
+    columns = (
+        table["id"].to_pylist(),
+        table["domain"].to_pylist(),
+        np.split(lists.values.to_numpy(), borders),
+        np.split(masks, borders),
+        table["finish_reason"].to_pylist(),
     )
-    names, domains, reasons = (table[c].to_pylist() for c in ("id", "domain", "finish_reason"))
-    return [
-        Sample(name, domain, ids[start:end], mask[start:end], reason)
-        for name, domain, reason, start, end in zip(
-            names, domains, reasons, offsets[:-1], offsets[1:], strict=True
-        )
-    ]
+    return [Sample(*row) for row in zip(*columns, strict=True)]
 
 
 def _shards(dir: Path) -> list[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,15 +20,14 @@ from eagle3_train.rundir import write_atomic
 class DraftVocab:
     """d2t: int64 [draft_vocab] OFFSETS, target id = draft id + d2t[draft id]. t2d: bool [vocab] mask.
 
-    coverage: domain -> share of its supervised tokens that the drafter can propose. hash: ties the
-    choice to the tokenizer (`tokenizer`, a Renderer fingerprint), the counts and both sizes.
+    coverage: domain -> share of its supervised tokens that the drafter can propose. tokenizer: fingerprint of
+    the Renderer whose ids these are.
     """
 
     d2t: npt.NDArray[np.int64]
     t2d: npt.NDArray[np.bool_]
     coverage: dict[str, float]
     tokenizer: str
-    hash: str
 
     def __post_init__(self) -> None:
         targets = self.target_ids
@@ -62,7 +60,10 @@ class DraftVocab:
         vocab_size: rows of the target's head. Ties and unseen tokens are taken by lowest id. Raises
         ValueError when the sizes cannot be met or nothing is supervised.
         """
-        counts = count_supervised(samples, vocab_size)
+        counts: dict[str, npt.NDArray[np.int64]] = {}
+        for sample in samples:
+            domain = counts.setdefault(sample.domain, np.zeros(vocab_size, dtype=np.int64))
+            np.add.at(domain, sample.input_ids[sample.loss_mask], 1)
         total = sum(counts.values(), np.zeros(vocab_size, dtype=np.int64))
         forced = np.array(sorted(set(always)), dtype=np.int64)
         if not total.any():
@@ -81,20 +82,11 @@ class DraftVocab:
             name: float(c[chosen].sum() / c.sum()) for name, c in sorted(counts.items()) if c.any()
         }
         coverage["all"] = float(total[chosen].sum() / total.sum())
-        facts = hashlib.sha256(f"{tokenizer} {size} {vocab_size} ".encode())
-        facts.update(total.tobytes())
-        facts.update(chosen.tobytes())
-        return DraftVocab(
-            chosen - np.arange(size), t2d, coverage, tokenizer, facts.hexdigest()[:16]
-        )
+        return DraftVocab(chosen - np.arange(size), t2d, coverage, tokenizer)
 
     def save(self, path: Path) -> None:
         """Write safetensors: d2t, t2d, and the rest as metadata."""
-        metadata = {
-            "coverage": json.dumps(self.coverage),
-            "tokenizer": self.tokenizer,
-            "hash": self.hash,
-        }
+        metadata = {"coverage": json.dumps(self.coverage), "tokenizer": self.tokenizer}
         write_atomic(path, safetensors.numpy.save({"d2t": self.d2t, "t2d": self.t2d}, metadata))
 
     @staticmethod
@@ -113,15 +105,4 @@ class DraftVocab:
                 f"{path} was built for tokenizer and template {metadata['tokenizer']}, not {tokenizer}; "
                 "delete it and build again"
             )
-        return DraftVocab(d2t, t2d, json.loads(metadata["coverage"]), tokenizer, metadata["hash"])
-
-
-def count_supervised(
-    samples: Iterable[Sample], vocab_size: int
-) -> dict[str, npt.NDArray[np.int64]]:
-    """Domain -> how often each target token is supervised, int64 [vocab]."""
-    counts: dict[str, npt.NDArray[np.int64]] = {}
-    for sample in samples:
-        domain = counts.setdefault(sample.domain, np.zeros(vocab_size, dtype=np.int64))
-        np.add.at(domain, sample.input_ids[sample.loss_mask], 1)
-    return counts
+        return DraftVocab(d2t, t2d, json.loads(metadata["coverage"]), tokenizer)

@@ -101,7 +101,7 @@ def _vocabulary(
     renderer = renderer_of(config)
     if given is not None:
         t2d = membership(given, spec.vocab_size).numpy()
-        return DraftVocab(given.numpy(), t2d, {}, renderer.fingerprint, "warm start")
+        return DraftVocab(given.numpy(), t2d, {}, renderer.fingerprint)
     vocab = DraftVocab.build(
         train,
         spec.draft_vocab_size,

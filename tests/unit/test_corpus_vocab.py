@@ -50,22 +50,14 @@ def test_coverage_is_the_share_of_supervised_tokens_per_domain() -> None:
     assert vocab().coverage == {"chat": 2 / 3, "code": 3 / 4, "all": 5 / 7}
 
 
-def test_the_vocabulary_survives_its_file_and_is_tied_to_tokenizer_and_data(tmp_path: Path) -> None:
+def test_the_vocabulary_survives_its_file_and_is_tied_to_its_tokenizer(tmp_path: Path) -> None:
     made = vocab()
     made.save(tmp_path / "v.safetensors")
     again = DraftVocab.load(tmp_path / "v.safetensors", "tok")
     assert again.target_ids.tolist() == made.target_ids.tolist()
-    assert (again.coverage, again.hash) == (made.coverage, made.hash)
+    assert again.coverage == made.coverage
     with pytest.raises(ValueError, match="was built for tokenizer and template tok, not other"):
         DraftVocab.load(tmp_path / "v.safetensors", "other")
-    hashes = {
-        made.hash,
-        vocab(5).hash,
-        DraftVocab.build(SAMPLES, 4, 12, (0, 11), "other").hash,
-        DraftVocab.build(SAMPLES, 4, 13, (0, 11), "tok").hash,
-        DraftVocab.build([*SAMPLES, SAMPLES[0]], 4, 12, (0, 11), "tok").hash,
-    }
-    assert len(hashes) == 5
 
 
 @pytest.mark.parametrize(
@@ -80,7 +72,7 @@ def test_the_vocabulary_survives_its_file_and_is_tied_to_tokenizer_and_data(tmp_
 def test_a_broken_vocabulary_is_refused(
     d2t: list[int], t2d: list[int], message: str, tmp_path: Path
 ) -> None:
-    metadata = {"coverage": "{}", "tokenizer": "tok", "hash": "x"}
+    metadata = {"coverage": "{}", "tokenizer": "tok"}
     tensors = {"d2t": np.array(d2t), "t2d": np.array(t2d, bool)}
     (tmp_path / "v").write_bytes(safetensors.numpy.save(tensors, metadata))
     with pytest.raises(ValueError, match=message):
