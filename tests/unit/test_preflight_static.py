@@ -150,7 +150,7 @@ def test_a_stale_d2t_is_caught(target, tmp_path):
     mask = np.zeros(12, dtype=np.bool_)
     mask[[1, 3, 5, 7]] = True
     d2t = np.array([1, 2, 3, 4], dtype=np.int64)
-    DraftVocab(d2t, mask, {}, "another tokenizer", "x").save(RunDir(job.run_path).draft_vocab)
+    DraftVocab(d2t, mask, {}, "another tokenizer").save(RunDir(job.run_path).draft_vocab)
     check = only_failure(job)
     assert check.name == "draft_vocabulary"
     assert "another tokenizer" in check.reason
