@@ -43,24 +43,17 @@ def setup(config: JobConfig, role: str, rank: int = 0) -> None:
 
 
 @contextmanager
-def stage_timer(run: RunDir, stage: str) -> Iterator[None]:
-    """Log a stage's start and end; add its wall seconds to timings.json."""
+def stage_timer(config: JobConfig, stage: str) -> Iterator[None]:
+    """Log a stage's start and end; add its wall seconds, over all attempts, to timings.json."""
     log.info("stage %s: start", stage)
     started = time.monotonic()
     yield
     wall_s = time.monotonic() - started
-    timings = read_timings(run)
+    path = RunDir(config.run_path).timings
+    timings = json.loads(path.read_text()) if path.exists() else {}
     timings[stage] = round(timings.get(stage, 0.0) + wall_s, 2)
-    write_atomic(run.timings, json.dumps(timings, indent=1))
+    write_atomic(path, json.dumps(timings, indent=1))
     log.info("stage %s: done in %.1f s", stage, wall_s)
-
-
-def read_timings(run: RunDir) -> dict[str, float]:
-    """Wall seconds per stage so far, over all attempts."""
-    if not run.timings.exists():
-        return {}
-    timings: dict[str, float] = json.loads(run.timings.read_text())
-    return timings
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

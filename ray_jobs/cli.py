@@ -14,22 +14,16 @@ from typing import Any
 from eagle3_train.config import JobConfig, load_config
 
 
-def compose(given: list[str], more: list[str]) -> JobConfig:
-    """Configuration from what followed -c and everything else; raises ConfigError."""
-    files = [Path(text) for text in given if "=" not in text]
-    overrides = [text for text in given if "=" in text]  # -c takes what follows it
-    return load_config(files, overrides + [text.lstrip("-") for text in more])
-
-
-def parse(description: str) -> JobConfig:
-    """Configuration named on the command line; exits with status 2 and a message when unusable."""
-    parser = argparse.ArgumentParser(description=description)
+def parse(parser: argparse.ArgumentParser) -> tuple[JobConfig, argparse.Namespace]:
+    """Configuration named on the command line, and the parser's own options; exits with status 2 when unusable."""
     parser.add_argument("-c", "--config", nargs="+", required=True, metavar="FILE")
-    arguments, more = parser.parse_known_args()
+    options, more = parser.parse_known_args()
+    files = [Path(text) for text in options.config if "=" not in text]
+    overrides = [text for text in options.config if "=" in text]  # -c takes what follows it
     try:
-        return compose(arguments.config, more)
+        return load_config(files, overrides + [text.lstrip("-") for text in more]), options
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+        return parser.exit(2, f"error: {error}\n")
 
 
 def run(description: str, job: Callable[[JobConfig], object]) -> None:
@@ -38,7 +32,7 @@ def run(description: str, job: Callable[[JobConfig], object]) -> None:
     from eagle3_train.engines.launch import EngineError
     from eagle3_train.target.facts import locate
 
-    config = parse(description)
+    config, _ = parse(argparse.ArgumentParser(description=description))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `ray job stop`: run the clean-up
     try:
         if not config.run_path.exists():

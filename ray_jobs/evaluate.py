@@ -4,7 +4,6 @@
 """
 
 from eagle3_train.config import JobConfig
-from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import stage_timer
 from eagle3_train.stages import evaluate
 from ray_jobs import cli
@@ -13,7 +12,7 @@ from ray_jobs import cli
 def job(config: JobConfig) -> None:
     """Serve with and without drafter on the same prompts."""
     cli.connect()
-    with stage_timer(RunDir(config.run_path), "evaluate"):
+    with stage_timer(config, "evaluate"):
         evaluate.run(config)
 
 

@@ -4,7 +4,6 @@ rollout -> train -> export -> evaluate -> report. Run it again and it completes 
 """
 
 from eagle3_train.config import JobConfig
-from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import stage_timer
 from eagle3_train.stages import evaluate, export, preflight, report, rollout, train
 from ray_jobs import cli
@@ -12,19 +11,18 @@ from ray_jobs import cli
 
 def job(config: JobConfig) -> None:
     """The engines that answer the prompts stay loaded and capture for training."""
-    run = RunDir(config.run_path)
     preflight.require(config)
     rollout.check(config)
     cli.connect()
     if not (rollout.is_complete(config) and train.is_complete(config)):
         with cli.engines(config, capture=True) as pool:
-            with stage_timer(run, "rollout"):
+            with stage_timer(config, "rollout"):
                 rollout.run(config, pool)
-            with stage_timer(run, "train"):
+            with stage_timer(config, "train"):
                 train.run(config, pool)
-    with stage_timer(run, "export"):
+    with stage_timer(config, "export"):
         export.run(config)
-    with stage_timer(run, "evaluate"):
+    with stage_timer(config, "evaluate"):
         evaluate.run(config)
     print(report.card(report.run(config)))
 

@@ -1,7 +1,6 @@
 """The target answers the prompts: `rollout.py -c FILE... [section.field=value ...]`."""
 
 from eagle3_train.config import JobConfig
-from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import log, stage_timer
 from eagle3_train.stages import rollout
 from ray_jobs import cli
@@ -18,7 +17,7 @@ def job(config: JobConfig) -> None:
         return
     cli.connect()
     with (
-        stage_timer(RunDir(config.run_path), "rollout"),
+        stage_timer(config, "rollout"),
         cli.engines(config, capture=False) as pool,
     ):
         rollout.run(config, pool)

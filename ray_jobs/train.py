@@ -1,7 +1,6 @@
 """Stream hidden states into the drafter: `train.py -c FILE... [section.field=value ...]`."""
 
 from eagle3_train.config import JobConfig
-from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import log, stage_timer
 from eagle3_train.stages import preflight, train
 from ray_jobs import cli
@@ -15,7 +14,7 @@ def job(config: JobConfig) -> None:
     train.check(config)
     preflight.require(config)
     cli.connect()
-    with stage_timer(RunDir(config.run_path), "train"), cli.engines(config, capture=True) as pool:
+    with stage_timer(config, "train"), cli.engines(config, capture=True) as pool:
         train.run(config, pool)
 
 

@@ -1,5 +1,6 @@
 """Configuration: every shipped file parses, every mistake is named, nothing heavy is imported."""
 
+import argparse
 import subprocess
 import sys
 from pathlib import Path
@@ -54,7 +55,7 @@ def test_the_command_line_passes_overrides_through_unchanged(
 ) -> None:
     override = "corpus.sources=[s3://bucket/a//b.jsonl]"
     monkeypatch.setattr(sys, "argv", ["job.py", "-c", str(DEMO), override, "--train.epochs=2"])
-    config = cli.parse("a job")
+    config, _ = cli.parse(argparse.ArgumentParser())
     assert config.corpus.sources == ("s3://bucket/a//b.jsonl",)
     assert config.train.epochs == 2
 
