@@ -6,7 +6,8 @@
 #   bash benchmarks/h200.sh rollout SOURCES OUT      the 10,000-prompt rollout beside plain vLLM
 #   bash benchmarks/h200.sh stream OUT               capture into the trainer's memory, and colocated end to end (8B sizes, SmolLM2)
 #   bash benchmarks/h200.sh serve SOURCES EVAL OUT   the whole pipeline, served on MT-bench, GSM8K and HumanEval; again completes it
-#   bash benchmarks/h200.sh step PEERS OUT           the training step beside the peers' checkouts in PEERS
+#   bash benchmarks/h200.sh step PEERS SHAPES OUT    the training step beside the peers' checkouts in PEERS ("llama8b kimi ragged kimi-32k")
+#   bash benchmarks/h200.sh real ROLLOUT OUT         500 steps on 2,000 of a rollout's answers: does fp8 cost loss
 # Everything printed goes to OUT too, line by line, so a command that is cut off still says how far it came. Target and
 # runs lie outside the checkout: a machine that is sent the tree again removes from it what it did not send.
 # EAGLE3_COMMIT names the commit of a tree sent without .git.
@@ -74,12 +75,13 @@ stream)
   ;;
 step)
   python3 -m pytest -q tests/gpu/test_step_gpu.py 2>&1 | tee "$out/test.txt" || status=1
-  PYTHONPATH=$2/site:$PYTHONPATH
-  beside=(--peers "$2" --out "$out/step.jsonl" --warmup 3)
-  python3 benchmarks/step.py --shapes llama8b --impls ours ours-fp8 specforge speculators "${beside[@]}" 2>&1 | tee "$out/llama8b.txt"
-  python3 benchmarks/step.py --shapes kimi "${beside[@]}" 2>&1 | tee "$out/kimi.txt"
-  python3 benchmarks/step.py --shapes ragged --impls ours specforge "${beside[@]}" 2>&1 | tee "$out/ragged.txt"
-  python3 benchmarks/step.py --shapes kimi-32k --impls ours "${beside[@]}" 2>&1 | tee "$out/kimi-32k.txt"
+  export PYTHONPATH=$2/site:$PYTHONPATH
+  python3 benchmarks/step.py --shapes $3 --peers "$2" --out "$out/step.jsonl" --warmup 3 --iters 20 2>&1 | tee "$out/step.txt"
+  ;;
+real)
+  smollm2
+  python3 benchmarks/step_real.py --target "$target" --rollout "$2" --limit 2000 --tokens 4096 --ttt 4 --lr 1e-3 \
+    --device cuda --dtype bfloat16 --cache "$work/step-real.pt" plain fp8 plain@1 fp8@1 2>&1 | tee "$out/real.txt"
   ;;
 esac
 exit $status

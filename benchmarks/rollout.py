@@ -19,7 +19,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from eagle3_train.config import JobConfig, load_config
+from eagle3_train.config import JobConfig
+from eagle3_train.config_file import load_config
 from eagle3_train.corpus.table import read_samples
 from eagle3_train.provenance import commit, versions
 from eagle3_train.rundir import RunDir

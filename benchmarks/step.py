@@ -29,7 +29,7 @@ from eagle3_train.provenance import commit
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "step.jsonl"
 LOCK = Path("/tmp/eagle3-step-benchmark.lock")
-LLAMA = ("ours", "ours-fp8", "specforge"), ("torchspec", "speculators", "specforge+compact")
+LLAMA = ("ours", "ours-fp8", "specforge"), ("torchspec", "speculators")
 PLAN = {
     "llama8b": ([0.35, 0.6, 0.9], LLAMA),
     "kimi": ([0.6], (("ours", "specforge"), ("torchspec", "speculators"))),
