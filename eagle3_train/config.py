@@ -1,16 +1,15 @@
 """Every knob of a job: frozen, documented, validated; light to import (no torch, ray, vllm).
 
-A job is `defaults <- YAML files, left to right <- section.field=value overrides`, checked by one
-strict schema. The docstring under a field is its help text; `docs/config.md` is generated from it.
+The docstring under a field is its help text; `docs/config.md` is generated from it.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -18,8 +17,6 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
-    model_validator,
 )
 
 StateType = Literal["bfloat16", "float32", "float8_e4m3fn"]
@@ -31,12 +28,17 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
+def _absolute(path: str) -> str:
+    """A directory that exists as an absolute path: Ray's workers run in directories of their own. Hub ids stay."""
+    return str(Path(path).resolve()) if Path(path).exists() else path
+
+
 class TargetConfig(Section):
     """The frozen model being accelerated."""
 
-    path: str
+    path: Annotated[str, AfterValidator(_absolute)]
     """Directory of the target: config.json, tokenizer, safetensors weights."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str, AfterValidator(_absolute)] | None = None
     """Directory of the tokenizer, when it is not the target's own."""
     trust_remote_code: bool = False
     """Consent to execute Python files that ship inside the target's directory."""
@@ -206,9 +208,7 @@ class TrainConfig(Section):
     gpus_per_worker: NonNegativeFloat = 0.0
     """GPUs of one worker; 0 trains on CPU."""
     cpus_per_worker: PositiveFloat = 1.0
-    """CPUs one worker reserves."""
-    torch_threads: PositiveInt = 1
-    """Threads of a CPU worker."""
+    """CPUs one worker reserves, and as many threads when it trains on CPU."""
     accumulation: PositiveInt = 1
     """Packs per rank and optimiser step."""
     lr: PositiveFloat = 1e-4
@@ -278,10 +278,6 @@ class PreflightConfig(Section):
     """Measured capture rate of one replica; null predicts no hours."""
     train_tokens_per_s: PositiveFloat | None = None
     """Measured training rate of one worker; null predicts no hours."""
-    upload_limit_bytes: PositiveInt = 100 * 1024 * 1024
-    """Largest job package `ray job submit` accepts (the dashboard's limit)."""
-    live_samples: PositiveInt = 6
-    """Prompts the live depth reads."""
 
 
 class ExportConfig(Section):
@@ -312,8 +308,6 @@ class EvaluateConfig(Section):
     """Requests in flight, one measurement each (at most 56: a replica answers 64 callers at once)."""
     untrained: bool = True
     """Also serve the drafter as it was before training."""
-    max_k: PositiveInt = 7
-    """Largest k of the walked estimate."""
     sampled_answers: NonNegativeInt = 0
     """Short sampled answers per prompt, with and without drafter, tested for having one distribution; 0 tests only what
     `sampling` itself measures at a temperature."""
@@ -344,159 +338,24 @@ class JobConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     """Name of the run and of its directory."""
-    runs_dir: Path = Path("runs")
+    runs_dir: Annotated[Path, AfterValidator(Path.resolve)] = Field(
+        Path("runs"), validate_default=True
+    )
     """Parent of run directories; on storage every node sees when there are several nodes."""
-    skip_preflight: bool = False
-    """Do not run the static preflight before training."""
     preflight: PreflightConfig = PreflightConfig()
-    """Checks before anything is spent."""
     target: TargetConfig
-    """The frozen model."""
     drafter: DrafterConfig = DrafterConfig()
-    """The model we train."""
     corpus: CorpusConfig = CorpusConfig()
-    """Conversations in, tokens out."""
     rollout: RolloutConfig = RolloutConfig()
-    """The target answers."""
     engine: EngineConfig = EngineConfig()
-    """vLLM."""
     stream: StreamConfig
-    """Hidden states in flight."""
     train: TrainConfig = TrainConfig()
-    """Optimisation."""
     export: ExportConfig = ExportConfig()
-    """Checkpoint for the engines."""
     evaluate: EvaluateConfig = EvaluateConfig()
-    """Served measurements."""
     report: ReportConfig = ReportConfig()
-    """What a reader sees."""
     log: LogConfig = LogConfig()
-    """Tracking."""
 
     @property
     def run_path(self) -> Path:
         """Directory of this run."""
         return self.runs_dir / self.name
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.corpus.max_len > self.engine.max_model_len:
-            raise ValueError(
-                f"corpus.max_len={self.corpus.max_len} exceeds engine.max_model_len="
-                f"{self.engine.max_model_len}; lower the first or raise the second"
-            )
-        if self.corpus.max_len > self.stream.tokens_per_pack:
-            raise ValueError(
-                f"corpus.max_len={self.corpus.max_len} exceeds stream.tokens_per_pack="
-                f"{self.stream.tokens_per_pack}: a sample of full length fits in no pack; "
-                "raise stream.tokens_per_pack"
-            )
-        for name in ("epochs", "eval_every", "checkpoint_every"):
-            if self.train.model_dump()[name] % self.stream.replay:
-                raise ValueError(
-                    f"train.{name}={self.train.model_dump()[name]} is no multiple of stream.replay="
-                    f"{self.stream.replay}: a window is trained {self.stream.replay} times while it is "
-                    "in memory; change one of them"
-                )
-        return self
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message says which key and what to do."""
-
-
-def load_config(files: list[Path], overrides: list[str] | None = None) -> JobConfig:
-    """Compose YAML `files` left to right, apply `section.field=value` overrides, validate.
-
-    Raises ConfigError naming every offending key.
-    """
-    merged: dict[str, Any] = {}
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(f"no configuration file {file}; see configs/ for examples")
-        try:
-            content = yaml.safe_load(file.read_text()) or {}
-        except yaml.YAMLError as error:
-            raise ConfigError(f"{file} is not valid YAML: {error}") from error
-        if not isinstance(content, dict):
-            raise ConfigError(
-                f"{file} must hold a mapping of sections, got {type(content).__name__}"
-            )
-        _merge(merged, content)
-    for override in overrides or []:
-        _apply(merged, override)
-    try:
-        return _anchored(JobConfig.model_validate(merged))
-    except ValidationError as error:
-        raise ConfigError(_explain(error, files)) from error
-
-
-def _anchored(config: JobConfig) -> JobConfig:
-    """Relative directories made absolute: Ray's workers run in directories of their own. Hub ids stay."""
-
-    def absolute(text: str | None) -> str | None:
-        return str(Path(text).resolve()) if text and Path(text).exists() else text
-
-    target = config.target
-    moved = {"path": absolute(target.path), "tokenizer": absolute(target.tokenizer)}
-    return config.model_copy(
-        update={
-            "runs_dir": config.runs_dir.resolve(),
-            "target": target.model_copy(update=moved),
-        }
-    )
-
-
-def _merge(into: dict[str, Any], new: dict[str, Any]) -> None:
-    """Merge mappings recursively; lists and scalars replace."""
-    for key, value in new.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
-
-
-def _apply(merged: dict[str, Any], override: str) -> None:
-    """Apply one `section.field=value`; the value is YAML."""
-    dotted, separator, text = override.partition("=")
-    if not separator:
-        raise ConfigError(f"override {override!r} is not of the form section.field=value")
-    *parents, leaf = dotted.split(".")
-    node = merged
-    for parent in parents:
-        child = node.setdefault(parent, {})
-        if not isinstance(child, dict):
-            raise ConfigError(f"override {override!r}: {parent} is not a section")
-        node = child
-    try:
-        node[leaf] = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"override {override!r}: the value is not valid YAML: {error}") from error
-
-
-def _explain(error: ValidationError, files: list[Path]) -> str:
-    """One line per problem: dotted key, what is wrong, what was given."""
-    lines = [f"invalid configuration ({', '.join(map(str, files))}):"]
-    for problem in error.errors():
-        key = ".".join(map(str, problem["loc"])) or "(whole file)"
-        if problem["type"] == "missing":
-            lines.append(f"  {key}: required, not given")
-        elif problem["type"] == "extra_forbidden":
-            lines.append(f"  {key}: unknown key; see docs/config.md for the known ones")
-        else:
-            lines.append(f"  {key}: {problem['msg']} (got {problem['input']!r:.80})")
-    return "\n".join(lines)
-
-
-def fields(model: type[BaseModel] = JobConfig, prefix: str = "") -> list[tuple[str, str, str]]:
-    """(dotted key, default, help) of every field, in order."""
-    rows: list[tuple[str, str, str]] = []
-    for name, info in model.model_fields.items():
-        key = f"{prefix}{name}"
-        annotation = info.annotation
-        if isinstance(annotation, type) and issubclass(annotation, Section) and prefix == "":
-            rows.extend(fields(annotation, f"{key}."))
-            continue
-        default = "required" if info.is_required() else str(info.default)
-        rows.append((key, default, info.description or ""))
-    return rows

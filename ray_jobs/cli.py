@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from eagle3_train.config import JobConfig, load_config
+from eagle3_train.config import JobConfig
+from eagle3_train.config_file import load_config
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[JobConfig, argparse.Namespace]:

@@ -118,7 +118,7 @@ def captured_answers(
     renderer = Renderer.load(spec.tokenizer, spec.trust_remote_code, config.corpus.template_kwargs)
     with _engine(spec) as engine:
         requests = []
-        for index, question in enumerate(QUESTIONS[: config.preflight.live_samples]):
+        for index, question in enumerate(QUESTIONS):
             ids = tuple(renderer.prompt_ids([{"role": "user", "content": question}]))
             room = min(ANSWER_TOKENS, spec.max_model_len - len(ids))
             requests.append(Request(str(index), ids, room, capture=True))

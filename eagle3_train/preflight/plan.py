@@ -23,6 +23,8 @@ from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import TargetFacts, bytes_per_token, resolve_boundaries
 
 GIB = 1024**3
+# Largest job package that `ray job submit` takes.
+UPLOAD_LIMIT = 100 * 1024**2
 # Bytes per quantised weight, scales included.
 _QUANTISED = {"fp8": 1.0, "mxfp4": 0.53}
 _FOUR_BIT = 0.5625
@@ -112,7 +114,7 @@ def plan_checks(config: JobConfig, facts: TargetFacts, plan: Plan, package: Path
         _engine_memory(config, facts, plan),
         _trainer_memory(config, plan),
         _disk(config, plan),
-        _package(config, package),
+        _package(package),
         _rates(config, plan),
     ]
 
@@ -310,8 +312,8 @@ def _disk(config: JobConfig, plan: Plan) -> Check:
     return Check("disk", "ok", reason)
 
 
-def _package(config: JobConfig, directory: Path) -> Check:
-    size, limit = package_bytes(directory), config.preflight.upload_limit_bytes
+def _package(directory: Path) -> Check:
+    size, limit = package_bytes(directory), UPLOAD_LIMIT
     reason = f"the job package is {_size(size)}, the upload limit {_size(limit)}"
     if size > limit:
         fix = "list large files in .gitignore, or exclude them with --runtime-env-json"

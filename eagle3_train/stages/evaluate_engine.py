@@ -162,7 +162,7 @@ def keep(config: JobConfig, name: str, directory: Path | None, measured: Measure
 
 def _made_with(config: JobConfig, directory: Path | None) -> dict[str, Any]:
     """What a measurement depends on: which others are made beside it is not of it."""
-    beside = {"untrained", "against", "max_k"}
+    beside = {"untrained", "against"}
     drafter = directory and [str(directory), read_config(directory)]
     return {"drafter": drafter, "settings": config.evaluate.model_dump(mode="json", exclude=beside)}
 

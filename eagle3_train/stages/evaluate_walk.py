@@ -27,6 +27,8 @@ from eagle3_train.stages.evaluate_statistics import Answer
 from eagle3_train.target.facts import read_facts, resolve_boundaries
 from eagle3_train.training.initial import read_drafter
 
+# Largest k whose acceptance is estimated, however many tokens are drafted.
+WALKED_K = 7
 Walks = dict[str, list[Acceptance]]
 """Dataset -> the walk of each answer, in order."""
 
@@ -111,7 +113,7 @@ def walk(
     own = getattr(torch, dtype)
     drafter, frozen = read_drafter(config, directory, own)
     drafter, frozen = drafter.to(device), frozen.to(device, own)
-    depth = max(config.evaluate.max_k, config.evaluate.num_speculative_tokens)
+    depth = max(WALKED_K, config.evaluate.num_speculative_tokens)
     found = []
     for answers, reference in packs:
         array = torch.from_numpy(ray.get(reference).copy())

@@ -123,10 +123,7 @@ def _live(config: JobConfig, facts: TargetFacts) -> list[Check]:
 
 
 def require(config: JobConfig) -> None:
-    """First step of a job: raise ValueError naming every failed check, unless skip_preflight is set."""
-    if config.skip_preflight:
-        log.warning("preflight: skipped (skip_preflight=true)")
-        return
+    """First step of a job: raise ValueError naming every failed check that preflight.skip does not."""
     report = run(config, "plan", Path.cwd())
     write_atomic(RunDir(config.run_path).preflight, report.json())
     for check in report.checks:
@@ -136,6 +133,6 @@ def require(config: JobConfig) -> None:
     if blocking:
         reasons = "; ".join(f"{c.name}: {c.reason} -> {c.action}" for c in blocking)
         raise ValueError(
-            f"preflight failed: {reasons}. Fix it, or name the check in preflight.skip, or set skip_preflight=true"
+            f"preflight failed: {reasons}. Fix it, or name the check in preflight.skip"
         )
     log.info("preflight: %d checks, none failed", len(report.checks))

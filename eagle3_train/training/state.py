@@ -81,7 +81,7 @@ class TrainState:
         ranks, device = context.get_world_size(), ray.train.torch.get_device()
         dtype = getattr(torch, config.train.dtype)
         if device.type == "cpu":
-            torch.set_num_threads(config.train.torch_threads)
+            torch.set_num_threads(max(1, int(config.train.cpus_per_worker)))
         drafter = Eagle3Drafter(spec_of(config), fp8=config.train.fp8)
         load_initial(config, drafter)
         drafter.to(device, dtype if ranks == 1 else torch.float32)  # FSDP2 casts float32 shards

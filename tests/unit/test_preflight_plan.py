@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_train.config import JobConfig, load_config
+from eagle3_train.config import JobConfig
+from eagle3_train.config_file import load_config
+from eagle3_train.preflight import plan
 from eagle3_train.preflight.plan import (
     estimated_weight_bytes,
     make_plan,
@@ -73,13 +75,13 @@ def test_a_store_smaller_than_one_window_is_caught(tmp_path):
     assert str(window) in check.action
 
 
-def test_a_package_over_the_upload_limit_is_caught(tmp_path):
+def test_a_package_over_the_upload_limit_is_caught(tmp_path, monkeypatch):
     package = tmp_path / "package"
     package.mkdir()
     (package / "dump.bin").write_bytes(b"0" * 2000)
     assert package_bytes(package) == 2000
-    job = config(tmp_path, preflight={"upload_limit_bytes": 1999})
-    check = verdicts(job, facts("llama-3.1-8b", tmp_path), package)["package_size"]
+    monkeypatch.setattr(plan, "UPLOAD_LIMIT", 1999)
+    check = verdicts(config(tmp_path), facts("llama-3.1-8b", tmp_path), package)["package_size"]
     assert check.verdict == "fail"
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from eagle3_train.config import load_config
+from eagle3_train.config_file import load_config
 from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import MetricsLog, read_metrics
 
