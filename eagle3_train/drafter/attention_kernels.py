@@ -5,6 +5,9 @@ end of the visible keys both rise with position, so a tile's keys are one range,
 unmasked middle and a masked tail. The diagonal adds one key per earlier step from the same query row: k dot
 products inside the same softmax. Keys and values of all steps lie in one buffer (step 0 first), likewise
 their fp32 gradients; a diagonal row belongs to one tile, so those gradients need no atomics.
+
+What changes with every pack (counts, where `order` begins) is not specialised: Triton would compile a kernel again
+for each mix of values that 16 divides, for seconds each, all through the first steps.
 """
 
 # Triton functions are typed by Triton.
@@ -85,7 +88,7 @@ def _forward_range(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["order", "count", "context", "steps"])
 def _forward(
     query, store, order, begin, end, offsets, out, lse, count, context, scale, steps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -120,7 +123,7 @@ def _forward(
     tl.store(lse + row * HEADS + head, top + tl.log2(total), mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["context", "steps"])
 def _diagonal_gradient(
     query, store, offsets, out, lse, d_out, delta, d_query, d_store, context, scale, softmax_scale, steps,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -160,7 +163,7 @@ def _diagonal_gradient(
     tl.store(d_query + q_at, d_q, mask=q_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["order", "count"])
 def _query_gradient(
     query, store, order, begin, end, lse, d_out, delta, d_query, count, scale, softmax_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -232,7 +235,7 @@ def _key_range(
     return d_k, d_v
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["order", "context", "tiles"])
 def _key_gradient(
     query, store, order, begin, end, ranges, lse, d_out, delta, d_store, context, tiles, scale, softmax_scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr,

@@ -39,7 +39,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return out, scales
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _column_tops(
     x, tops, rows, columns, row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, REPEAT: tl.constexpr
 ):  # fmt: skip
@@ -55,7 +55,7 @@ def _column_tops(
     tl.atomic_max(tops + cols, top, mask=cols < columns)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _round_columns(
     x, tops, out, scales, rows, columns, row_stride, padded, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows_a"])
 def _norm_fork(
     x, w_a, w_b, a, b, rstd, width, eps, rows_a, HAS_B: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -31,7 +31,7 @@ def _norm_fork(
         tl.store(b + row * width + cols, unit * weight, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "rows_a"])
 def _norm_fork_backward(
     x, rstd, w_a, w_b, d_res, d_a, d_b, dx, dw_a, dw_b, rows, rows_a, width,
     HAS_RES: tl.constexpr, HAS_A: tl.constexpr, HAS_B: tl.constexpr, BLOCK: tl.constexpr,
@@ -196,7 +196,7 @@ def rotate_(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool) 
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["index"])
 def _add_rows(total, index, rows, width, HAS_INDEX: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
