@@ -82,7 +82,7 @@ def rope(config: JobConfig, facts: TargetFacts) -> Check:
         return f"{spec.rope_type}{stretch}, theta {spec.theta:g}, copied into the drafter"
 
     check = attempt("rope", "this rotary embedding has no drafter yet", describe)
-    partial = facts.rope.partial_rotary_factor
+    partial = facts.partial_rotary_factor
     if check.verdict == "ok" and partial != 1:
         reason = (
             f"{check.reason}; the target rotates {partial:g} of each head, the drafter all of it"

@@ -46,5 +46,4 @@ def drafter_spec(facts: TargetFacts, config: DrafterConfig) -> DrafterSpec:
 
 def drafter_rope(facts: TargetFacts, interleaved: bool) -> RopeSpec:
     """The target's RoPE; a target that rotates part of each head gets a drafter that rotates all of it."""
-    parameters = {**facts.rope.parameters, "rope_type": facts.rope.kind}
-    return RopeSpec.from_parameters({**parameters, "rope_theta": facts.rope.theta}, interleaved)
+    return RopeSpec.from_parameters(facts.rope, interleaved)

@@ -7,9 +7,8 @@ the last layer's output before the final norm. This is vLLM's numbering.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,29 +38,14 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 # These store w and multiply by (1 + w).
 _PLUS_ONE_NORMS = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "qwen3_next",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
+    *("gemma", "gemma2", "gemma3_text"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 # Llama-4 calls the expert width intermediate_size and the dense one intermediate_size_mlp.
 _DENSE_WIDTHS = (
     *("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size"),
     *("moe_intermediate_size", "moe_ffn_hidden_size"),
 )
-_SQRT_EMBEDDINGS = ("gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text")
-
-
-@dataclass(frozen=True, slots=True)
-class RopeFacts:
-    """Rotary embedding: base, kind (default, linear, llama3, yarn, ...) and the kind's own parameters."""
-
-    theta: float = 10_000.0
-    kind: str = "default"
-    parameters: Config = field(default_factory=dict)
-    partial_rotary_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +73,15 @@ class MoeFacts:
 class TargetFacts:
     """A target as its config.json describes it.
 
-    intermediate_size is the dense MLP's width. logit_scale multiplies the logits, logit_softcap squashes them,
-    norm_kind is the final norm ("rms", "rms_plus_one" = (1 + w), "layer"); embedding_scale multiplies the
-    embeddings inside the target only. weight_bytes is None when the directory holds no safetensors.
+    intermediate_size is the dense MLP's width. rope: rope_parameters of transformers 5 for full attention, which
+    turn a share partial_rotary_factor of each head. logit_scale multiplies the logits, logit_softcap squashes
+    them, norm_kind is the final norm ("rms", "rms_plus_one" = (1 + w), "layer"). weight_bytes is None when the
+    directory holds no safetensors.
     """
 
     path: Path
     architectures: tuple[str, ...]
     text_architectures: tuple[str, ...]
-    model_type: str
-    text_model_type: str
     hidden_size: int
     num_layers: int
     vocab_size: int
@@ -107,7 +90,8 @@ class TargetFacts:
     head_dim: int
     intermediate_size: int
     rms_norm_eps: float
-    rope: RopeFacts
+    rope: dict[str, Any]
+    partial_rotary_factor: float
     max_position_embeddings: int
     tie_word_embeddings: bool
     mla: MlaFacts | None
@@ -119,7 +103,6 @@ class TargetFacts:
     logit_scale: float
     logit_softcap: float | None
     norm_kind: str
-    embedding_scale: float
     weight_bytes: int | None
 
 
@@ -158,27 +141,26 @@ def facts_from(config: Config, directory: Path) -> TargetFacts:
     hidden = _size(values, directory, "hidden_size", "n_embd", "d_model")
     heads = _size(values, directory, "num_attention_heads", "n_head", "num_heads")
     num_layers = _size(values, directory, "num_hidden_layers", "n_layer", "num_layers")
-    mla = _mla(values)
+    head_dim = int(values.get("head_dim") or hidden // heads)
     tied = values.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
     quantisation = values.get("quantization_config") or config.get("quantization_config") or {}
     return TargetFacts(
         path=directory,
         architectures=tuple(config.get("architectures") or ()),
         text_architectures=tuple(text.get("architectures") or ()) if text is not config else (),
-        model_type=str(config.get("model_type") or ""),
-        text_model_type=kind,
         hidden_size=hidden,
         num_layers=num_layers,
         vocab_size=_size(values, directory, "vocab_size"),
         num_heads=heads,
         num_kv_heads=int(values.get("num_key_value_heads") or heads),
-        head_dim=int(values.get("head_dim") or hidden // heads),
-        intermediate_size=_dense_width(values, directory),
+        head_dim=head_dim,
+        intermediate_size=_size(values, directory, *_DENSE_WIDTHS),
         rms_norm_eps=float(values.get("rms_norm_eps") or values.get("layer_norm_eps") or 1e-6),
         rope=_rope(values),
+        partial_rotary_factor=_partial_rotary_factor(values, head_dim),
         max_position_embeddings=_size(values, directory, "max_position_embeddings", "n_positions"),
         tie_word_embeddings=bool(tied),
-        mla=mla,
+        mla=_mla(values),
         moe=_moe(values),
         quantisation=quantisation.get("quant_method"),
         auto_map=dict(config.get("auto_map") or {}),
@@ -189,7 +171,6 @@ def facts_from(config: Config, directory: Path) -> TargetFacts:
         logit_scale=_logit_scale(values, hidden),
         logit_softcap=values.get("final_logit_softcapping"),
         norm_kind=_norm_kind(values, kind),
-        embedding_scale=_embedding_scale(values, kind, hidden),
         weight_bytes=weight_bytes(directory),
     )
 
@@ -250,28 +231,30 @@ def _size(values: Config, directory: Path, *names: str) -> int:
     return size
 
 
-def _dense_width(values: Config, directory: Path) -> int:
-    return _size(values, directory, *_DENSE_WIDTHS)
+def _raw_rope(values: Config) -> Config:
+    """RoPE of full attention, from transformers 5's rope_parameters or the legacy rope_scaling."""
+    raw: Config = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    per_type = raw.get("full_attention")
+    return per_type if isinstance(per_type, dict) else raw
 
 
-def _rope(values: Config) -> RopeFacts:
-    """RoPE of full attention, from transformers 5's rope_parameters or the legacy pair of keys."""
-    raw = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
-    if isinstance(raw.get("full_attention"), dict):  # one entry per attention type
-        raw = dict(raw["full_attention"])
-    kind = raw.pop("rope_type", None) or raw.get("type") or "default"
-    raw.pop("type", None)
-    theta = raw.pop("rope_theta", None) or values.get("rope_theta") or 10_000.0
-    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
-    partial = raw.pop("partial_rotary_factor", None) or values.get("partial_rotary_factor")
-    if partial is None:
-        rotary = values.get("rotary_dim")
-        partial = rotary / head_dim if rotary and not values.get("kv_lora_rank") else 1.0
+def _rope(values: Config) -> dict[str, Any]:
+    raw = _raw_rope(values)
+    kind = raw.get("rope_type") or raw.get("type") or "default"
+    known = {
+        "rope_type": "default" if kind == "mrope" else str(kind),
+        "rope_theta": float(raw.get("rope_theta") or values.get("rope_theta") or 10_000.0),
+    }
     # The drafter reads text: the image axes of mRoPE collapse onto one position.
-    parameters = {k: v for k, v in raw.items() if not k.startswith("mrope") and v is not None}
-    return RopeFacts(
-        float(theta), "default" if kind == "mrope" else str(kind), parameters, float(partial)
-    )
+    left_out = ("type", "partial_rotary_factor", *(key for key in raw if key.startswith("mrope")))
+    own = {k: v for k, v in raw.items() if k not in left_out and v is not None}
+    return own | known
+
+
+def _partial_rotary_factor(values: Config, head_dim: int) -> float:
+    share = _raw_rope(values).get("partial_rotary_factor") or values.get("partial_rotary_factor")
+    rotary = 0 if values.get("kv_lora_rank") else values.get("rotary_dim")
+    return float(share or (rotary or head_dim) / head_dim)
 
 
 def _mla(values: Config) -> MlaFacts | None:
@@ -310,12 +293,6 @@ def _logit_scale(values: Config, hidden: int) -> float:
     if values.get("dim_model_base"):  # MiniCPM divides the state
         return float(values["dim_model_base"]) / hidden
     return float(values.get("logit_scale") or values.get("lm_head_multiplier") or 1.0)
-
-
-def _embedding_scale(values: Config, kind: str, hidden: int) -> float:
-    if kind in _SQRT_EMBEDDINGS:
-        return math.sqrt(hidden)
-    return float(values.get("embedding_multiplier") or values.get("scale_emb") or 1.0)
 
 
 def _norm_kind(values: Config, kind: str) -> str:
