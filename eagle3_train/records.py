@@ -15,7 +15,6 @@ class Sample:
 
     input_ids: int32 [tokens]; loss_mask: bool [tokens], True where the target produced the token
     (its stop token included). finish_reason: "stop", "length" or "given" (the answer came with the data).
-    prompt_tokens: tokens before the first supervised one.
     """
 
     id: str
@@ -75,13 +74,10 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What a started engine says of itself."""
+    """What a started engine says of itself: vLLM's version, the target's class there, compute type, seconds to start."""
 
     engine: str
     resolved_class: str
-    boundaries: tuple[int, ...]
-    hidden_size: int
-    vocab_size: int
     dtype: str
     start_s: float
 

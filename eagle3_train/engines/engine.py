@@ -349,13 +349,10 @@ class Engine:
         self._counters = self._counters + step
 
     def _read_facts(self) -> EngineFacts:
-        config = self._llm.vllm_config.model_config
+        dtype = self._llm.vllm_config.model_config.dtype
         return EngineFacts(
             engine=versions.name(),
             resolved_class=self._llm.collective_rpc("target_class")[0],
-            boundaries=self.spec.boundaries,
-            hidden_size=int(config.get_hidden_size()),
-            vocab_size=int(config.get_vocab_size()),
-            dtype=str(config.dtype).removeprefix("torch."),
+            dtype=str(dtype).removeprefix("torch."),
             start_s=round(self._start_s, 2),
         )

