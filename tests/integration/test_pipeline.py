@@ -64,18 +64,11 @@ def tiny_config(folder: Path, name: str, prompts: int = 40) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Path:
-    """Run directory of a whole pipeline, run by `ray job submit` on the session's cluster."""
-    folder = tmp_path_factory.mktemp("pipeline")
-    file = folder / "tiny.yaml"
-    config = tiny_config(folder, "tiny")
-    other = write_drafter(folder / "other", folder / "target", "llama", seed=1)
-    config["evaluate"] |= {"against": str(other), "sampled_answers": 8}
-    file.write_text(yaml.safe_dump(config))
-    submitted = subprocess.run(
+def submit(cluster: str, file: Path) -> subprocess.CompletedProcess[str]:
+    """A whole pipeline by `ray job submit`."""
+    return subprocess.run(
         [
-            *("ray", "job", "submit", "--address", ray_cluster, "--working-dir", str(ROOT)),
+            *("ray", "job", "submit", "--address", cluster, "--working-dir", str(ROOT)),
             *("--", sys.executable, "ray_jobs/pipeline.py", "-c", str(file)),
         ],
         capture_output=True,
@@ -84,8 +77,38 @@ def finished(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Path
         env={**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"},
         check=False,
     )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Path:
+    """Run directory of a pipeline that died in its last serving engine and was submitted again."""
+    folder = tmp_path_factory.mktemp("pipeline")
+    file = folder / "tiny.yaml"
+    config = tiny_config(folder, "tiny")
+    other = write_drafter(folder / "other", folder / "target", "llama", seed=1)
+    config["evaluate"] |= {"against": str(other), "sampled_answers": 8}
+    file.write_text(yaml.safe_dump(config))
+    away = (other / "model.safetensors").rename(folder / "away.safetensors")
+    died = submit(ray_cluster, file)
+    kept = folder / "runs" / "tiny" / "evaluate" / "measured"
+    assert died.returncode != 0
+    assert sorted(file.stem for file in kept.iterdir()) == ["plain", "trained", "untrained"], (
+        died.stdout[-6000:] + died.stderr[-2000:]
+    )
+    away.rename(other / "model.safetensors")
+    submitted = submit(ray_cluster, file)
     assert submitted.returncode == 0, submitted.stdout[-6000:] + submitted.stderr[-2000:]
     return folder / "runs" / "tiny"
+
+
+def test_an_evaluation_that_died_asks_no_engine_twice(finished: Path) -> None:
+    log = (finished / "logs" / "driver-0.log").read_text()
+    drafters = (finished / "export" / "drafter", finished / "export" / "untrained")
+    for drafter in (*drafters, finished.parents[1] / "other"):
+        assert log.count(f"evaluate: serving {drafter}\n") == 1
+    started = log.count("engines: 1 x ")
+    assert started == 5, "rollout and train, plain, ours, the other one, walk"
+    assert not (finished / "evaluate" / "measured").exists()
 
 
 def test_a_submitted_pipeline_ends_in_a_summary_with_every_promised_number(finished: Path) -> None:
