@@ -136,8 +136,7 @@ def acceptance_interval(answers: Sequence[Answer], seed: int = 0) -> list[float]
     counts = _counts(answers)
     if counts is None:
         return None
-    lengths = _resampled(counts, _draws(len(counts), seed))
-    return [float(edge) for edge in np.quantile(lengths, (0.025, 0.975))]
+    return _edges(_resampled(counts, _draws(len(counts), seed)))
 
 
 def paired_difference(
@@ -149,10 +148,10 @@ def paired_difference(
     if left is None or right is None:
         return None
     draws = _draws(len(left), seed)
-    edges = np.quantile(_resampled(left, draws) - _resampled(right, draws), (0.025, 0.975))
+    interval = _edges(_resampled(left, draws) - _resampled(right, draws))
     whole = np.arange(len(left))[None]
     difference = _resampled(left, whole) - _resampled(right, whole)
-    return {"difference": float(difference[0]), "interval": [float(edge) for edge in edges]}
+    return {"difference": float(difference[0]), "interval": interval}
 
 
 def length_buckets(answers: Sequence[Answer]) -> dict[str, dict[str, Any]] | None:
@@ -186,34 +185,32 @@ def agreement(
     stands at each place of each prompt's answers; answers change sides only within their prompt, so the
     test is exact whatever the prompts are.
     """
+    answers = [
+        (number, sign, answer)
+        for number, groups in enumerate(zip(plain, drafted, strict=True))
+        for sign, side in zip((1.0, -1.0), groups, strict=True)
+        for answer in side
+    ]
     cells: dict[tuple[int, ...], int] = {}
-    places: list[int] = []
-    owner: list[int] = []
-    prompt_of: list[int] = []
-    side: list[int] = []
-    for number, groups in enumerate(zip(plain, drafted, strict=True)):
-        for sign, answers in zip((1, -1), groups, strict=True):
-            for answer in answers:
-                for place, token in enumerate(answer):
-                    for cell in ((token,), (number, place, token)):
-                        places.append(cells.setdefault(cell, len(cells)))
-                        owner.append(len(side))
-                prompt_of.append(number)
-                side.append(sign)
-    at, of = np.array(places, dtype=np.int64), np.array(owner, dtype=np.int64)
+    found = [
+        (cells.setdefault(cell, len(cells)), owner)
+        for owner, (number, _, answer) in enumerate(answers)
+        for place, token in enumerate(answer)
+        for cell in ((token,), (number, place, token))
+    ]
+    at, of = np.array(found).T
     totals = np.bincount(at)
-    signs, prompts = np.array(side, dtype=np.float64), np.array(prompt_of)
+    prompts, signs = (np.array([answer[column] for answer in answers]) for column in (0, 1))
 
     def distance(signs: npt.NDArray[np.float64]) -> float:
         return float((np.bincount(at, signs[of]) ** 2 / totals).sum())
 
     rng = np.random.default_rng(seed)
-    measured, larger = distance(signs), 0
-    in_order = np.argsort(prompts, kind="stable")
-    for _ in range(DRAWS):
-        shuffled = np.empty_like(signs)
-        shuffled[in_order] = signs[np.lexsort((rng.random(len(signs)), prompts))]
-        larger += distance(shuffled) >= measured - 1e-9
+    measured = distance(signs)
+    larger = sum(
+        distance(signs[np.lexsort((rng.random(len(signs)), prompts))]) >= measured - 1e-9
+        for _ in range(DRAWS)
+    )
     return (1 + larger) / (1 + DRAWS)
 
 
@@ -242,6 +239,10 @@ def _counts(answers: Sequence[Answer]) -> npt.NDArray[np.int64] | None:
     rows = [(*(a.accepted_per_position or ()), a.num_drafts) for a in answers]
     counts = np.array(rows, dtype=np.int64)
     return counts if counts[:, -1].sum() else None
+
+
+def _edges(values: npt.NDArray[np.float64]) -> list[float]:
+    return [float(edge) for edge in np.quantile(values, (0.025, 0.975))]
 
 
 def _draws(size: int, seed: int) -> npt.NDArray[np.int64]:

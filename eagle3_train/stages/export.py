@@ -53,7 +53,8 @@ def _export(
     """Write, validate and describe one directory unless it already holds exactly this."""
     spec = spec_of(config)
     source = f"{weights.parent.name}/{weights.name} as {config.export.dtype} {config.export.format}"
-    if _is_current(directory, source):
+    written = (directory / "config.json").is_file() and read_config(directory)["eagle3_train"]
+    if written and written["source"] == source:
         validate_checkpoint(directory, target, spec)
         log.info("export: %s is current", directory)
         return
@@ -74,13 +75,6 @@ def _export(
     validate_checkpoint(directory, target, spec)
     write_card(directory)
     log.info("export: %s from %s, step %d", directory, source, metadata["steps"])
-
-
-def _is_current(directory: Path, source: str) -> bool:
-    if not (directory / "config.json").is_file():
-        return False
-    written: Json = read_config(directory)["eagle3_train"]
-    return bool(written["source"] == source)
 
 
 def served_target(config: JobConfig) -> ServedTarget:

@@ -133,7 +133,8 @@ def _answer(
     progress: Progress,
 ) -> None:
     """Keep the engines busy until every prompt is answered; commit a shard whenever one is full."""
-    folder, shard = RunDir(config.run_path).samples, list[Dialogue]()
+    folder = RunDir(config.run_path).samples
+    shard: list[Dialogue] = []
     dialogues = {prompt.id: Dialogue.start(prompt) for prompt in prompts}
     answers.ask([_request(config, dialogue) for dialogue in dialogues.values()])
     while dialogues:
@@ -143,8 +144,9 @@ def _answer(
                 answers.ask([_request(config, dialogue)])
                 continue
             del dialogues[generation.id]
-            shard += [dialogue] if dialogue.samples else []
-            progress.answered += bool(dialogue.samples)
+            if dialogue.samples:
+                shard.append(dialogue)
+                progress.answered += 1
             if len(shard) == config.rollout.shard_rows:
                 _commit(folder, shard)
                 shard = []
@@ -170,20 +172,17 @@ def _take(
 ) -> bool:
     """Count an answer; whether the conversation goes on. A turn of no use ends it."""
     progress.output_tokens += len(generation.output_ids)
-    if generation.finish_reason == "error":
-        problem = Unusable(generation.text.partition(":")[0][:40], generation.text)
-    else:
-        try:
-            more = dialogue.take(generation, renderer, max_len)
-        except Unusable as unusable:
-            problem = unusable
-        else:
-            progress.finish_reasons[dialogue.samples[-1].finish_reason] += 1
-            return more
-    if not dialogue.samples:
-        progress.failures[problem.reason] += 1
-        log.warning("rollout: prompt %s: %s", dialogue.prompt.id, problem)
-    return False
+    try:
+        if generation.finish_reason == "error":
+            raise Unusable(generation.text.partition(":")[0][:40], generation.text)
+        more = dialogue.take(generation, renderer, max_len)
+    except Unusable as problem:
+        if not dialogue.samples:
+            progress.failures[problem.reason] += 1
+            log.warning("rollout: prompt %s: %s", dialogue.prompt.id, problem)
+        return False
+    progress.finish_reasons[dialogue.samples[-1].finish_reason] += 1
+    return more
 
 
 def _request(config: JobConfig, dialogue: Dialogue) -> Request:

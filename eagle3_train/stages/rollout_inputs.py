@@ -21,18 +21,14 @@ Json = dict[str, Any]
 
 def is_complete(config: JobConfig) -> bool:
     """Whether every prompt has been asked with these settings and this data."""
-    if not RunDir(config.run_path).rollout_state.is_file():
-        return False
     state = _state(config)
-    return bool(state["complete"]) and not _changes(config, state)
+    return bool(state) and state["complete"] and not _changes(config, state)
 
 
 def check_unchanged(config: JobConfig) -> None:
     """Refuse to mix answers of different settings or data; before anything is committed, they may change."""
-    paths = RunDir(config.run_path)
-    if not paths.rollout_state.is_file():
-        return
-    changed = _changes(config, _state(config))
+    paths, state = RunDir(config.run_path), _state(config)
+    changed = _changes(config, state) if state else []
     if changed and (committed_ids(paths.samples) or paths.synthesised.is_file()):
         raise ValueError(
             f"{paths.samples.parent} holds answers made with other {', '.join(changed)}; "
@@ -52,7 +48,9 @@ def record_complete(config: JobConfig, counts: Json) -> Json:
 
 
 def _state(config: JobConfig) -> Json:
-    state: Json = json.loads(RunDir(config.run_path).rollout_state.read_text())
+    """What was recorded; empty before the start."""
+    path = RunDir(config.run_path).rollout_state
+    state: Json = json.loads(path.read_text()) if path.is_file() else {}
     return state
 
 

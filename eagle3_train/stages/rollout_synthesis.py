@@ -49,12 +49,6 @@ def synthesise(
     return prompts
 
 
-def openers(config: RolloutConfig) -> list[tuple[str, str]]:
-    """(domain, beginning of a user turn), to be used in turns; the bare header when none is configured."""
-    given = [(domain, text) for domain, texts in config.openers.items() for text in texts]
-    return given or [(DOMAIN, "")]
-
-
 def user_header(renderer: Renderer) -> list[int]:
     """Token ids up to where a first user turn begins. Raises ValueError when the template hides that place."""
     text = renderer.tokenizer.apply_chat_template(
@@ -90,8 +84,9 @@ def unlike_a_prompt(generation: Generation, control_ids: Set[int]) -> str | None
 def _sample(config: RolloutConfig, renderer: Renderer, ask: Ask) -> list[tuple[str, str]]:
     """(domain, user turn), distinct; asks again until there are enough or the tries are used up."""
     wanted, sampling = config.self_synthesised, config.synthesis
-    header, beginnings = user_header(renderer), openers(config)
-    encode = renderer.tokenizer.encode
+    header, encode = user_header(renderer), renderer.tokenizer.encode
+    given = [(domain, text) for domain, texts in config.openers.items() for text in texts]
+    beginnings = given or [(DOMAIN, "")]
     starts = [(*header, *encode(text, add_special_tokens=False)) for _, text in beginnings]
     kept: dict[str, tuple[str, str]] = {}
     reasons: Counter[str] = Counter()
@@ -99,27 +94,25 @@ def _sample(config: RolloutConfig, renderer: Renderer, ask: Ask) -> list[tuple[s
     while len(kept) < wanted and number < TRIES_PER_PROMPT * wanted:
         share = max(len(kept) / number, 1 / TRIES_PER_PROMPT) if number else 1.0
         batch = math.ceil((wanted - len(kept)) / share)
-        batch = min(batch, TRIES_PER_PROMPT * wanted - number)
-        chosen = [(number + i) % len(beginnings) for i in range(batch)]
+        numbers = range(number, min(number + batch, TRIES_PER_PROMPT * wanted))
+        number = numbers.stop
         requests = [
             Request(
-                f"synthesis-{number + i}", starts[opener], sampling.max_new_tokens,
+                f"synthesis-{n}", starts[n % len(starts)], sampling.max_new_tokens,
                 sampling.temperature, sampling.top_p, sampling.top_k,
                 stop_token_ids=tuple(renderer.stop_ids),
             )
-            for i, opener in enumerate(chosen)
+            for n in numbers
         ]  # fmt: skip
-        number += batch
-        for opener, generation in zip(chosen, ask(requests), strict=True):
-            domain, beginning = beginnings[opener]
+        for n, generation in zip(numbers, ask(requests), strict=True):
+            domain, beginning = beginnings[n % len(beginnings)]
             text = (beginning + generation.text).strip()
             key = " ".join(text.casefold().split())
             reason = unlike_a_prompt(generation, renderer.always_drafted)
-            reason = reason or ("duplicate" if key in kept else None)
-            if reason is None:
-                kept[key] = domain, text
-            else:
+            if reason := reason or ("duplicate" if key in kept else None):
                 reasons[reason] += 1
+            else:
+                kept[key] = domain, text
     log.info(
         "rollout: %d user turns sampled, %d kept; dropped: %s",
         number, len(kept), ", ".join(f"{r} {n}" for r, n in reasons.most_common()) or "none",
