@@ -28,16 +28,6 @@ from eagle3_train.stages.report_page import (
 Json = dict[str, Any]
 
 OF_THE_UNTRAINED = ("acceptance_length", "per_position_acceptance")
-OF_THE_DRAFTER = (
-    *("acceptance_length", "acceptance_interval", "per_position_acceptance"),
-    *("conditional_acceptance", "acceptance_by_context", "expected_per_position"),
-    *("distinct_bigram", "speedup", "concurrency", "tokens_per_s", "tokens_per_s_plain"),
-)
-OF_THE_EVALUATION = (
-    *("num_speculative_tokens", "expected_acceptance_length", "expected_in_training"),
-    *("expected_by_k", "best_k", "rounds", "lossless", "sampled_agreement"),
-    *("difference_to_other", "alarms", "hardware"),
-)
 OF_TRAINING = (
     *("samples_expected", "samples_trained", "steps"),
     *("peak_bytes_in_flight", "hidden_state_bytes_total"),
@@ -64,9 +54,10 @@ def run(config: JobConfig) -> Json:
     """
     run_dir = RunDir(config.run_path)
     summary = summarise(config, run_dir)
-    changes = (
-        compare(summary, _read_summary(config.report.against)) if config.report.against else []
-    )
+    changes: Table = []
+    if other := config.report.against:
+        before = _read(RunDir(other).report / "summary.json", f"report of {other.name}, or another")
+        changes = compare(summary, before)
     figures = draw_figures(read_metrics(run_dir.metrics), summary)
     for name, svg in figures.items():
         write_atomic(run_dir.report / f"{name}.svg", svg)
@@ -85,14 +76,14 @@ def summarise(config: JobConfig, run_dir: RunDir) -> Json:
     provenance = _read(run_dir.provenance, "train")
     wall_s = _read(run_dir.timings, "train")
     steps = [line for line in read_metrics(run_dir.metrics) if "train/loss" in line]
-    before = evaluation["untrained"] or {}
+    ours, before, rows = (evaluation.pop(key) for key in ("trained", "untrained", "rows"))
     return {
         "name": config.name,
         "target": Path(config.target.path).name,
-        **{key: evaluation["trained"][key] for key in OF_THE_DRAFTER},
-        **{f"{key}_untrained": before.get(key) for key in OF_THE_UNTRAINED},
-        **{key: evaluation[key] for key in OF_THE_EVALUATION},
-        "evaluation_rows": evaluation["rows"],
+        **ours,
+        **{f"{key}_untrained": before[key] if before else None for key in OF_THE_UNTRAINED},
+        **evaluation,
+        "evaluation_rows": rows,
         **{key: trained[key] for key in OF_TRAINING},
         "tokens_trained": int(max(trained_tokens(steps)[1])),
         "final_loss": steps[-1]["train/loss"] if steps else None,
@@ -225,7 +216,3 @@ def _read(path: Path, stage: str) -> Json:
         raise ValueError(f"no {path}: run the {stage} stage before the report")
     content: Json = json.loads(path.read_text())
     return content
-
-
-def _read_summary(run: Path) -> Json:
-    return _read(RunDir(run).report / "summary.json", f"report of {run.name}, or another")
