@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from eagle3_train.config import CorpusConfig
 from eagle3_train.corpus.account import Unusable
+from eagle3_train.records import Sample
 
 Message = dict[str, Any]
 
@@ -79,32 +79,11 @@ class Conversation:
         return replace(self, messages=messages, followups=self.followups[1:])
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRow:
-    """A row that was tokenised elsewhere. input_ids int64 [n]; loss_mask bool [n], None if absent."""
+def parse_row(row: dict[str, Any], config: CorpusConfig) -> Conversation | Sample:
+    """Normalise one row; an assistant turn of `weight` 0 is context. Raises Unusable.
 
-    input_ids: npt.NDArray[np.int64]
-    loss_mask: npt.NDArray[np.bool_] | None
-    domain: str
-
-    @property
-    def prompt_ids(self) -> npt.NDArray[np.int64]:
-        """The tokens before the first supervised one."""
-        mask = self.loss_mask
-        if mask is None or not mask.any():
-            return self.input_ids
-        return self.input_ids[: int(mask.argmax())]
-
-    @property
-    def id(self) -> str:
-        """Hash of the prompt, "-", hash of everything."""
-        mask = self.loss_mask
-        everything = [self.input_ids.tolist(), None if mask is None else mask.tolist()]
-        return f"{_digest(self.prompt_ids.tolist())}-{_digest(everything)}"
-
-
-def parse_row(row: dict[str, Any], config: CorpusConfig) -> Conversation | TokenRow:
-    """Normalise one row; an assistant turn of `weight` 0 is context. Raises Unusable."""
+    A row that was tokenised elsewhere is a Sample already; its mask is all False when it came with none.
+    """
     domain = str(row.get("domain") or row.get("category") or "general")
     if row.get("input_ids") is not None:
         return _token_row(row, domain)
@@ -160,19 +139,20 @@ def cut_for_answer(conversation: Conversation, history: str) -> Conversation:
     return replace(conversation, messages=messages, followups=followups)
 
 
-def _token_row(row: dict[str, Any], domain: str) -> TokenRow:
-    ids, mask = row["input_ids"], row.get("loss_mask")
+def _token_row(row: dict[str, Any], domain: str) -> Sample:
+    ids, given = row["input_ids"], row.get("loss_mask")
     if not isinstance(ids, list) or not ids or not all(type(id) is int for id in ids):
         raise Unusable("malformed_ids", "input_ids must be a non-empty list of integers")
     if min(ids) < 0 or max(ids) >= 2**31:
         raise Unusable("id_out_of_range", f"ids run from {min(ids)} to {max(ids)}")
-    if mask is None:
-        return TokenRow(np.array(ids), None, domain)
+    mask = [0] * len(ids) if given is None else given
     if not isinstance(mask, list) or not all(flag in (0, 1) for flag in mask):
         raise Unusable("malformed_mask", "loss_mask must be a list of 0 and 1")
     if len(mask) != len(ids):
         raise Unusable("mask_length", f"{len(ids)} ids, {len(mask)} mask entries")
-    return TokenRow(np.array(ids), np.array(mask, dtype=np.bool_), domain)
+    sample = Sample("", domain, np.array(ids, dtype=np.int32), np.array(mask, dtype=np.bool_))
+    everything = [ids, None if given is None else sample.loss_mask.tolist()]
+    return replace(sample, id=f"{_digest(ids[: sample.prompt_tokens])}-{_digest(everything)}")
 
 
 def _messages(row: dict[str, Any], roles: dict[str, str]) -> list[Message]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from eagle3_train.config import CorpusConfig
 from eagle3_train.corpus.account import Accounting, Unusable
-from eagle3_train.corpus.conversation import Conversation, TokenRow, cut_for_answer, parse_row
+from eagle3_train.corpus.conversation import Conversation, cut_for_answer, parse_row
 from eagle3_train.corpus.read import read_rows
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.records import Prompt, Sample
@@ -52,7 +52,7 @@ def load_given(
 def _load(
     config: CorpusConfig,
     quarantine: Path | None,
-    convert: Callable[[Conversation | TokenRow, Accounting], list[Item]],
+    convert: Callable[[Conversation | Sample, Accounting], list[Item]],
 ) -> tuple[list[Item], Accounting]:
     """Read, convert and account for every row; one bad row never stops the others."""
     items: list[Item] = []
@@ -113,10 +113,10 @@ def _note_reused_id(
         accounting.fixed["reused_id"] += 1
 
 
-def _prompt(row: Conversation | TokenRow, renderer: Renderer, config: CorpusConfig) -> Prompt:
-    if isinstance(row, TokenRow):
+def _prompt(row: Conversation | Sample, renderer: Renderer, config: CorpusConfig) -> Prompt:
+    if isinstance(row, Sample):
         _check_range(row, renderer)
-        ids, id, messages_json = row.prompt_ids, row.id, "null"
+        ids, id, messages_json = row.input_ids[: row.prompt_tokens], row.id, "null"
     else:
         conversation = cut_for_answer(row, config.history)
         id, messages_json = conversation.id, conversation.to_json()
@@ -129,12 +129,10 @@ def _prompt(row: Conversation | TokenRow, renderer: Renderer, config: CorpusConf
 
 
 def _samples(
-    row: Conversation | TokenRow, renderer: Renderer, config: CorpusConfig, accounting: Accounting
+    row: Conversation | Sample, renderer: Renderer, config: CorpusConfig, accounting: Accounting
 ) -> list[Sample]:
-    if isinstance(row, TokenRow):
+    if isinstance(row, Sample):
         _check_range(row, renderer)
-        if row.loss_mask is None:
-            raise Unusable("no_loss_mask", "input_ids without loss_mask")
         rows = [(row.input_ids.tolist(), row.loss_mask.tolist())]
     else:
         rows = renderer.answered_rows(row, config.supervise_inserted_think)
@@ -159,7 +157,7 @@ def _samples(
     return samples
 
 
-def _check_range(row: TokenRow, renderer: Renderer) -> None:
+def _check_range(row: Sample, renderer: Renderer) -> None:
     if int(row.input_ids.max()) >= renderer.vocab_size:
         highest = int(row.input_ids.max())
         raise Unusable("id_out_of_range", f"id {highest}, vocabulary {renderer.vocab_size}")
