@@ -31,8 +31,6 @@ from eagle3_train.training.initial import read_drafter
 WALKED_K = 7
 Walks = dict[str, list[Acceptance]]
 """Dataset -> the walk of each answer, in order."""
-
-
 Pack = tuple[list[Answer], Any]
 """Some answers, and a reference to their states [tokens, boundaries * hidden]."""
 
