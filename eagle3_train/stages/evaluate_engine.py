@@ -161,10 +161,12 @@ def keep(config: JobConfig, name: str, directory: Path | None, measured: Measure
 
 
 def _made_with(config: JobConfig, directory: Path | None) -> dict[str, Any]:
-    """What a measurement depends on: which others are made beside it is not of it."""
-    beside = {"untrained", "against"}
-    drafter = directory and [str(directory), read_config(directory)]
-    return {"drafter": drafter, "settings": config.evaluate.model_dump(mode="json", exclude=beside)}
+    """What a measurement depends on: the engine's settings too (a speedup compares one engine), not what is beside it."""
+    return {
+        "drafter": directory and [str(directory), read_config(directory)],
+        "engine": config.engine.model_dump(mode="json"),
+        "settings": config.evaluate.model_dump(mode="json", exclude={"untrained", "against"}),
+    }
 
 
 def measure_plain(config: JobConfig, prompts: Prompts) -> Measured:

@@ -227,6 +227,8 @@ def test_what_was_measured_is_kept_for_the_same_settings_and_drafter_only(
 
     assert read_kept(with_settings(untrained=False), "trained", drafter) == one
     assert read_kept(with_settings(num_prompts=2), "trained", drafter) is None
+    eager = config.engine.model_copy(update={"enforce_eager": True})
+    assert read_kept(config.model_copy(update={"engine": eager}), "trained", drafter) is None
     write_atomic(drafter / "config.json", json.dumps(EXPORTED | {"eagle3_train": {}}))
     assert read_kept(config, "trained", drafter) is None
 
