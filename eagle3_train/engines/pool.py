@@ -7,15 +7,15 @@ close      the job            replicas to stop              placement groups are
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -42,10 +42,7 @@ LEAST_CPUS = 0.001  # Ray refuses an empty bundle
 
 
 def spec_for(
-    config: JobConfig,
-    purpose: Purpose,
-    boundaries: tuple[int, ...] = (),
-    drafter: str = "",
+    config: JobConfig, purpose: Purpose, boundaries: tuple[int, ...] = (), drafter: str = ""
 ) -> EngineSpec:
     """The engine a job needs for `purpose`; boundaries for "capture", a checkpoint for "serve"."""
     engine = config.engine
@@ -79,22 +76,17 @@ def start_pool(spec: EngineSpec, engine: EngineConfig) -> Any:
 
     Raises EngineError when the cluster is too small or an engine cannot start; nothing is left behind then.
     """
-    pool = (
-        ray.remote(EnginePool)
-        .options(num_cpus=0, max_concurrency=POOL_THREADS)
-        .remote(spec, engine)
-    )
+    actor = ray.remote(num_cpus=0, max_concurrency=POOL_THREADS)(EnginePool)
+    pool = actor.remote(spec, engine)
     starting = pool.start.remote()
     try:
         while not ray.wait([starting], timeout=LOG_EVERY_S)[0]:
             log.info("engines: %s", ray.get(pool.status.remote()))
         facts: EngineFacts = ray.get(starting)
-    except RayTaskError as error:
+    except BaseException as error:
         close_pool(pool)
-        cause = error.as_instanceof_cause()
-        raise EngineError(str(error.cause)) from cause
-    except BaseException:
-        close_pool(pool)
+        if isinstance(error, RayTaskError):
+            raise EngineError(str(error.cause)) from error
         raise
     log.info(
         "engines: %d x %s (%s, %s) ready in %.0f s",
@@ -121,36 +113,30 @@ class _Replica:
 
 
 class EnginePool:
-    """Thread-safe; runs as a Ray actor (`start_pool`) or in the driver."""
+    """Thread-safe; runs as a Ray actor (`start_pool`)."""
 
     def __init__(self, spec: EngineSpec, engine: EngineConfig) -> None:
         self._spec = spec
         self._engine = engine
         self._changed = threading.Condition()
         self._replicas: dict[int, _Replica] = {}
-        self._next_id = 0
+        self._ids = itertools.count()
         self._replacements = 0
         self._error: EngineError | None = None
-        self._closed = False
 
     def start(self) -> EngineFacts:
-        """Start every replica side by side; facts of the first. Raises EngineError."""
+        """Start every replica side by side; facts of one. Raises EngineError."""
         self._check_cluster()
         with self._changed:
-            threads = [self._launch() for _ in range(self._engine.replicas)]
-        for thread in threads:
-            thread.join()
-        with self._changed:
-            if self._error is not None:
-                raise self._error
-            facts = [replica.facts for replica in self._replicas.values()]
-        assert facts[0] is not None
-        return facts[0]
+            for _ in range(self._engine.replicas):
+                self._launch()
+            self._wait_for(self._engine.replicas)
+            return next(r.facts for r in self._replicas.values() if r.facts)
 
     def status(self) -> str:
         """One line: how many replicas are ready and what the others wait for."""
         with self._changed:
-            ready = sum(r.facts is not None for r in self._replicas.values())
+            ready = len(self._ready())
             placed = sum(r.handle is not None for r in self._replicas.values())
         need = _resources(self._engine)
         return (
@@ -161,15 +147,11 @@ class EnginePool:
     def lease(self, cost_tokens: int) -> tuple[int, Any]:
         """(id, handle) of the least loaded replica; waits while all are being replaced."""
         with self._changed:
-            while True:
-                if self._error is not None:
-                    raise self._error
-                ready = [(r.load_tokens, i) for i, r in self._replicas.items() if r.facts]
-                if ready:
-                    _, chosen = min(ready)
-                    self._replicas[chosen].load_tokens += cost_tokens
-                    return chosen, self._replicas[chosen].handle
-                self._changed.wait()
+            self._wait_for(1)
+            ready = self._ready()
+            chosen = min(ready, key=lambda i: (ready[i].load_tokens, i))
+            ready[chosen].load_tokens += cost_tokens
+            return chosen, ready[chosen].handle
 
     def release(self, replica_id: int, cost_tokens: int) -> None:
         """The leased work is over, well or badly."""
@@ -181,27 +163,26 @@ class EnginePool:
         """A replica is dead: replace it while the others go on. Reported twice, it is replaced once."""
         with self._changed:
             replica = self._replicas.pop(replica_id, None)
-            if replica is None or self._closed:
+            if replica is None:
                 return
+            _discard(replica)
             self._replacements += 1
             if self._replacements > self._engine.max_replacements:
-                self._error = EngineError(
+                self._give_up(
                     f"{self._replacements} engine replicas have died, engine.max_replacements="
                     f"{self._engine.max_replacements}; the replicas' logs say why"
                 )
-                self._changed.notify_all()
                 return
             log.warning(
                 "engine replica %d died; replacement %d of at most %d starts",
                 replica_id, self._replacements, self._engine.max_replacements,
             )  # fmt: skip
-            _discard(replica)
             self._launch()
 
     def handles(self) -> dict[int, Any]:
         """Every ready replica, by id."""
         with self._changed:
-            return {i: r.handle for i, r in self._replicas.items() if r.facts is not None}
+            return {i: replica.handle for i, replica in self._ready().items()}
 
     def replacements(self) -> int:
         """Replicas that have died so far."""
@@ -210,24 +191,38 @@ class EnginePool:
     def close(self) -> None:
         """Stop replicas, then remove their placement groups."""
         with self._changed:
-            self._closed = True
+            closing = [replica.handle.close.remote() for replica in self._ready().values()]
             replicas, self._replicas = list(self._replicas.values()), {}
-            self._error = self._error or EngineError("the engine pool was closed")
-            self._changed.notify_all()
-        closing = [r.handle.close.remote() for r in replicas if r.facts is not None]
+            self._give_up("the engine pool was closed")
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for replica in replicas:
             _discard(replica)
 
-    def _launch(self) -> threading.Thread:
-        """Start one replica in the background; the caller holds the lock."""
-        replica_id, self._next_id = self._next_id, self._next_id + 1
+    # Details; the caller holds the lock.
+
+    def _ready(self) -> dict[int, _Replica]:
+        return {i: replica for i, replica in self._replicas.items() if replica.facts}
+
+    def _wait_for(self, count: int) -> None:
+        """Wait until `count` replicas are ready. Raises EngineError when the pool has given up."""
+        self._changed.wait_for(lambda: self._error or len(self._ready()) >= count)
+        if self._error:
+            raise self._error
+
+    def _give_up(self, reason: str) -> None:
+        """Whoever waits for a replica is told the first reason."""
+        self._error = self._error or EngineError(reason)
+        self._changed.notify_all()
+
+    def _launch(self) -> None:
+        """Start one replica in the background."""
+        replica_id = next(self._ids)
         group = placement_group([_resources(self._engine)], strategy="STRICT_PACK")
         replica = self._replicas[replica_id] = _Replica(group)
-        thread = threading.Thread(target=self._bring_up, args=(replica_id, replica), daemon=True)
-        thread.start()
-        return thread
+        threading.Thread(target=self._bring_up, args=(replica_id, replica), daemon=True).start()
+
+    # A replica's own thread.
 
     def _bring_up(self, replica_id: int, replica: _Replica) -> None:
         """Wait for the placement group, then for the engine; an error is the pool's error."""
@@ -235,9 +230,9 @@ class EnginePool:
             facts = self._place_and_load(replica)
         except Exception as error:  # noqa: BLE001 - raised by start() or lease()
             with self._changed:
-                if replica_id in self._replicas and self._error is None:
-                    self._error = EngineError(_reason(error))
-                self._changed.notify_all()
+                if replica_id in self._replicas:
+                    # Ray puts the traceback of the engine's process before what it said.
+                    self._give_up(str(error).rpartition("EngineError:")[2].strip())
             return
         with self._changed:
             replica.facts = facts
@@ -245,7 +240,6 @@ class EnginePool:
 
     def _place_and_load(self, replica: _Replica) -> EngineFacts:
         need, timeout_s = _resources(self._engine), self._engine.start_timeout_s
-        started = time.monotonic()
         if not replica.group.wait(timeout_s):
             raise EngineError(
                 f"an engine replica waited {timeout_s:.0f} s for {need}, free now: {_free(need)}; "
@@ -265,9 +259,8 @@ class EnginePool:
             )
             .remote(self._spec, self._engine.request_timeout_s)
         )
-        left_s = max(1.0, timeout_s - (time.monotonic() - started))
         try:
-            facts: EngineFacts = ray.get(replica.handle.facts.remote(), timeout=left_s)
+            facts: EngineFacts = ray.get(replica.handle.facts.remote(), timeout=timeout_s)
         except GetTimeoutError:
             raise EngineError(
                 f"an engine did not load within engine.start_timeout_s={timeout_s:.0f}; raise it"
@@ -304,16 +297,6 @@ def _resources(engine: EngineConfig) -> dict[str, float]:
 def _free(need: dict[str, float]) -> dict[str, float]:
     available = ray.available_resources()
     return {name: available.get(name, 0.0) for name in need}
-
-
-def _reason(error: BaseException) -> str:
-    """What an engine said when it could not start, without Ray's wrapping."""
-    if isinstance(error, RayTaskError):
-        return str(error.cause)
-    if isinstance(error, RayActorError):
-        lines = [line for line in str(error).splitlines() if "EngineError:" in line]
-        return lines[-1].split("EngineError:", 1)[1].strip() if lines else str(error)
-    return str(error)
 
 
 def _discard(replica: _Replica) -> None:
