@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eagle3_train.engines.spec import EngineSpec, Purpose, Request
+
 Family = Literal["llama", "qwen3", "mla", "glm"]
 Device = Literal["cpu", "cuda"]
 
@@ -355,6 +357,25 @@ def token_ids(count: int, seed: int) -> npt.NDArray[np.int32]:
     ids = random.integers(5, VOCAB, count).astype(np.int32)
     ids[:2] = (BOS, USER)[:count]
     return ids
+
+
+def engine_spec(
+    target: Path, purpose: Purpose, boundaries: tuple[int, ...] = (), **values: Any
+) -> EngineSpec:
+    """A small engine for a tiny target; hands states over in float32."""
+    settings: dict[str, Any] = {
+        "max_model_len": 256,
+        "max_num_seqs": 8,
+        "kv_cache_bytes": 64 << 20,
+        "enforce_eager": True,
+        "capture_dtype": "float32",
+    }
+    return EngineSpec(str(target), str(target), purpose, boundaries, **(settings | values))
+
+
+def ask(ids: npt.NDArray[np.int32], **values: Any) -> Request:
+    """A request for an answer and the states of everything that is read."""
+    return Request("r", tuple(ids.tolist()), capture=True, **values)
 
 
 if __name__ == "__main__":

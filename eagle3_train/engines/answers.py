@@ -44,12 +44,6 @@ class Answers:
         """Queue requests; ids must be unique among those not yet answered."""
         self._waiting.extend(requests)
 
-    @property
-    def in_flight(self) -> int:
-        """Requests asked and not yet answered."""
-        flying = sum(len(chunk) for _, _, chunk in self._flying.values())
-        return len(self._waiting) + len(self._suspects) + flying
-
     def completed(self, timeout_s: float) -> list[Generation]:
         """What finished within `timeout_s`, in any order; a refused one has finish_reason "error"."""
         self._fill()
@@ -73,10 +67,10 @@ class Answers:
         return answers
 
     def all(self, requests: Sequence[Request]) -> list[Generation]:
-        """Answer `requests`, in their order."""
+        """Answer `requests`, in their order; nothing else may be asked meanwhile."""
         self.ask(requests)
         found: dict[str, Generation] = {}
-        while self.in_flight:
+        while len(found) < len(requests):
             found.update((answer.id, answer) for answer in self.completed(timeout_s=5))
         return [found[request.id] for request in requests]
 

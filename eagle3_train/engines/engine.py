@@ -7,12 +7,14 @@ arrival: the ids the engine computed equal the ids that were asked for, nothing 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -21,15 +23,9 @@ import numpy as np
 import numpy.typing as npt
 
 from eagle3_train.engines import versions
-from eagle3_train.engines.capture import Captured, CapturedPack, Captures
-from eagle3_train.engines.guard import Guard
-from eagle3_train.engines.launch import (
-    EngineError,
-    arena_bytes,
-    check,
-    launch,
-    sampling_params,
-)
+from eagle3_train.engines.capture import Captured, CapturedPack, Captures, Slot
+from eagle3_train.engines.guard import guarded
+from eagle3_train.engines.launch import EngineError, arena_bytes, check, launch, sampling_params
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.engines.worker import Drafted
 from eagle3_train.records import EngineFacts, Generation
@@ -53,30 +49,28 @@ class Completion:
     captured: Captured | None
 
 
-@dataclass(slots=True)
-class _Running:
-    """A request inside vLLM."""
-
-    request: Request
-    future: Future[Completion]
-
-
 class Engine:
     """Wraps vLLM's LLMEngine; a process holds one at a time."""
 
-    def __init__(self, spec: EngineSpec) -> None:
-        """Start the engine; returns when it can serve. Raises ValueError or EngineError."""
+    def __init__(
+        self, spec: EngineSpec, on_death: Callable[[EngineError], None] = lambda _: None
+    ) -> None:
+        """Start the engine; returns when it can serve. Raises ValueError or EngineError.
+
+        on_death: called on the engine's thread when a started engine dies, before what it was asked for fails.
+        """
         self.spec = spec
         self._target = read_facts(spec.model)
         check(spec, self._target)
         versions.prepare_environment(spec.own_process, spec.v1_runner)
         if not _ALIVE.acquire(blocking=False):
             raise EngineError("a process holds one engine at a time; close the other one first")
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._running: dict[str, _Running] = {}
-        self._numbers = iter(range(1 << 62))
-        self._counters = Acceptance(0, 0, 0, (0,) * spec.num_speculative_tokens)
-        self._gate = threading.Lock()  # nothing is queued once `_death` is set
+        self._on_death = on_death
+        self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], None]]] = queue.SimpleQueue()
+        self._running: dict[str, tuple[Request, Future[Completion]]] = {}  # inside vLLM
+        self._numbers = itertools.count()
+        self._counters = Acceptance(0, (0,) * spec.num_speculative_tokens)
+        self._gate = threading.Lock()  # nothing is queued once everything has been failed
         self._death: EngineError | None = None
         self._closing = False
         self._heartbeat = time.monotonic()
@@ -88,25 +82,30 @@ class Engine:
                 arena_bytes(spec, self._target.hidden_size),
                 self._lost,
             )
-        started = time.monotonic()
-        ready: Future[None] = Future()
+        ready: Future[EngineFacts] = Future()
         self._thread = threading.Thread(
             target=self._serve, args=(ready,), name="engine", daemon=True
         )
         self._thread.start()
         try:
-            ready.result()
+            self._facts = ready.result()
         except BaseException:
             self.close()
             raise
-        self._start_s = time.monotonic() - started
-        self._facts = self._call(self._read_facts)
 
     # What callers use.
 
-    def submit(self, request: Request) -> Future[Completion]:
-        """Queue one request. A request vLLM refuses fails its own future with ValueError."""
-        return self._submit(request, None)
+    def submit(self, request: Request, slot: Slot | None = None) -> Future[Completion]:
+        """Queue one request. A request vLLM refuses fails its own future with ValueError.
+
+        slot: where its states go, if not into a region of their own.
+        """
+        future: Future[Completion] = Future()
+        key = str(next(self._numbers))
+        if request.capture:
+            self._expect_captures().expect(key, future, slot)
+        self._queue(future, partial(self._start, key, request, future))
+        return future
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer all, in order of `requests`; raises the first failure."""
@@ -118,22 +117,19 @@ class Engine:
 
         Samples that came back wrong are listed in `bad` and their rows are zero. Waits for room in the arena.
         """
-        captures = self._expect_captures()
-        pack = captures.open_pack([len(sample) for sample in samples])
+        pack = self._expect_captures().open_pack([len(sample) for sample in samples])
         futures = [
-            self._submit(Request(str(i), tuple(sample.tolist()), capture=True), pack.slots[i])
-            for i, sample in enumerate(samples)
+            self.submit(Request(str(i), tuple(sample.tolist()), capture=True), slot)
+            for i, (sample, slot) in enumerate(zip(samples, pack.slots, strict=True))
         ]
-        failure: BaseException | None = None
         for index, future in enumerate(futures):
-            error = future.exception()
-            if isinstance(error, ValueError):
+            try:
+                future.result()
+            except ValueError as error:
                 pack.spoil(index, str(error))
-            else:
-                failure = failure or error
-        if failure is not None:
-            pack.release()
-            raise failure
+            except EngineError:
+                pack.release()
+                raise
         return pack
 
     def acceptance(self) -> Acceptance:
@@ -169,17 +165,12 @@ class Engine:
         """Seconds for which the running requests have waited for one engine step."""
         return time.monotonic() - self._heartbeat if self._running else 0.0
 
-    @property
-    def dead(self) -> EngineError | None:
-        """Why the engine can no longer serve, or None."""
-        return self._death
-
     def close(self) -> None:
         """Stop vLLM and give everything back; unfinished requests fail."""
         if self._closing:
             return
         self._closing = True
-        self._inbox.put(lambda: None)
+        self._wake()
         self._thread.join()
         if self._captures is not None:
             self._captures.close()
@@ -187,88 +178,85 @@ class Engine:
 
     # The engine thread.
 
-    def _serve(self, ready: Future[None]) -> None:
+    def _serve(self, ready: Future[EngineFacts]) -> None:
         """Build vLLM, then admit and step until closed or dead."""
+        started = time.monotonic()
         try:
             connector = self._captures.connector_config if self._captures is not None else {}
-            self._llm = launch(self.spec, self._target, connector, [self._make_stat_logger])
+            self._llm = launch(self.spec, self._target, connector, self._count)
             self._tokenizer = self._llm.get_tokenizer()
             versions.mend_sampling()
+            facts = self._read_facts(time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 - raised by the constructor
             self._fail_all(EngineError(str(error)))
             ready.set_exception(error)
             return
-        guard = Guard()
-        ready.set_result(None)
-        try:
-            while not self._closing and self._death is None:
-                self._admit()
-                self._step()
+        with guarded():
+            ready.set_result(facts)
+            try:
+                while not self._closing and self._death is None:
+                    self._admit()
+                    self._step()
+            except Exception as error:
+                log.exception("the engine died")
+                self._death = EngineError(f"{versions.name()} died: {error!r}")
+            if self._death is not None:
+                self._on_death(self._death)
             self._fail_all(self._death or EngineError("the engine was closed"))
-        except Exception as error:
-            log.exception("the engine died")
-            self._fail_all(EngineError(f"{versions.name()} died: {error!r}"))
-        finally:
             inside = versions.core_is_inside(self._llm)
             self._llm.engine_core.shutdown()
-            guard.release()
-            del self._llm
-            if inside:
-                versions.forget_engine()
+        del self._llm
+        if inside:
+            versions.forget_engine()
 
     def _admit(self) -> None:
         """Run what callers queued; when there is nothing else to do, wait for it."""
-        busy = self._llm.has_unfinished_requests()
-        if not busy and versions.core_is_busy(self._llm):
-            busy = True
-            time.sleep(IDLE_STEP_S)
-        while True:
-            try:
-                job = self._inbox.get(block=not busy)
-            except queue.Empty:
-                return
+        idle = not self._has_work()
+        while idle or not self._inbox.empty():
+            _, job = self._inbox.get()
             job()
-            busy = True
+            idle = False
 
     def _step(self) -> None:
-        if self._llm.has_unfinished_requests() or versions.core_is_busy(self._llm):
-            outputs = self._llm.step()
-            self._heartbeat = time.monotonic()
-            for output in outputs:
-                if output.finished:
-                    self._finish(output)
+        if not self._has_work():
+            return
+        if not self._llm.has_unfinished_requests():
+            time.sleep(IDLE_STEP_S)
+        outputs = self._llm.step()
+        self._heartbeat = time.monotonic()
+        for output in outputs:
+            if output.finished:
+                self._finish(output)
+
+    def _has_work(self) -> bool:
+        return self._llm.has_unfinished_requests() or versions.core_is_busy(self._llm)
 
     def _finish(self, output: Any) -> None:
         """Complete a request's future, or hand it to the captures."""
-        running = self._running.pop(output.request_id)
+        request, future = self._running.pop(output.request_id)
         answer = output.outputs[0]
-        prompt_ids, output_ids = running.request.prompt_ids, tuple(answer.token_ids)
+        output_ids = tuple(answer.token_ids)
         generation = Generation(
-            id=running.request.id,
-            prompt_ids=prompt_ids,
+            id=request.id,
+            prompt_ids=request.prompt_ids,
             output_ids=output_ids,
             finish_reason=str(answer.finish_reason),
             text=self._tokenizer.decode(list(output_ids), skip_special_tokens=True),
         )
-        if not running.request.capture:
-            running.future.set_result(Completion(generation, None))
+        if not request.capture:
+            future.set_result(Completion(generation, None))
             return
-        assert self._captures is not None
-        self._captures.generated(
+        self._expect_captures().generated(
             output.request_id,
-            (*prompt_ids, *output_ids)[:-1],
+            (*request.prompt_ids, *output_ids)[:-1],
             (output.kv_transfer_params or {}).get("captured_tokens"),
             lambda captured: Completion(generation, captured),
         )
 
     def _start(self, key: str, request: Request, future: Future[Completion]) -> None:
         """Give one request to vLLM."""
-        if self._death is not None:
-            if not future.done():
-                future.set_exception(self._death)
-            return
         self._heartbeat = time.monotonic()
-        self._running[key] = _Running(request, future)
+        self._running[key] = (request, future)
         try:
             self._llm.add_request(
                 key, {"prompt_token_ids": list(request.prompt_ids)}, sampling_params(key, request)
@@ -285,54 +273,43 @@ class Engine:
             self._death = error
         if self._captures is not None:
             self._captures.fail_all(error)
-        for running in self._running.values():
-            if not running.future.done():
-                running.future.set_exception(error)
+        for _, future in self._running.values():
+            _fail(future, error)
         self._running.clear()
         while not self._inbox.empty():
-            self._inbox.get()()
+            _fail(self._inbox.get()[0], error)
 
     # Details.
 
     def _lost(self, reason: str) -> None:
         """The worker has left the hand-over; runs on its thread."""
         if not self._closing:
-            with self._gate:
-                self._death = self._death or EngineError(reason)
-            self._inbox.put(lambda: None)
+            self._death = self._death or EngineError(reason)
+            self._wake()
 
-    def _submit(self, request: Request, slot: Any) -> Future[Completion]:
-        if not request.prompt_ids:
-            raise ValueError(f"request {request.id} has no tokens")
-        future: Future[Completion] = Future()
-        key = str(next(self._numbers))
-        if request.capture:
-            self._expect_captures().expect(key, future, slot)
-        self._queue(partial(self._start, key, request, future))
-        return future
+    def _wake(self) -> None:
+        """Have the engine's thread look whether it should end."""
+        self._inbox.put((Future(), lambda: None))
 
-    def _queue(self, job: Callable[[], None]) -> None:
-        """Run `job` on the engine thread, or here and now when that has ended."""
+    def _queue(self, future: Future[Any], job: Callable[[], None]) -> None:
+        """Run `job` on the engine's thread between two steps; `future` fails when that has ended."""
         with self._gate:
             if self._death is None:
-                self._inbox.put(job)
+                self._inbox.put((future, job))
                 return
-        job()
+        _fail(future, self._death)
 
     def _call(self, function: Callable[[], T]) -> T:
-        """Run `function` on the engine thread between two steps."""
+        """Result of `function`, run on the engine's thread between two steps."""
         future: Future[T] = Future()
 
         def job() -> None:
-            if self._death is not None:
-                future.set_exception(self._death)
-                return
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - raised in the caller
                 future.set_exception(error)
 
-        self._queue(job)
+        self._queue(future, job)
         return future.result()
 
     def _expect_captures(self) -> Captures:
@@ -342,17 +319,18 @@ class Engine:
             )
         return self._captures
 
-    def _make_stat_logger(self, *_vllm_config_and_index: Any) -> Any:
-        return versions.stat_logger(self._count)
-
     def _count(self, step: Acceptance) -> None:
         self._counters = self._counters + step
 
-    def _read_facts(self) -> EngineFacts:
-        dtype = self._llm.vllm_config.model_config.dtype
+    def _read_facts(self, start_s: float) -> EngineFacts:
         return EngineFacts(
             engine=versions.name(),
             resolved_class=self._llm.collective_rpc("target_class")[0],
-            dtype=str(dtype).removeprefix("torch."),
-            start_s=round(self._start_s, 2),
+            dtype=str(self._llm.vllm_config.model_config.dtype).removeprefix("torch."),
+            start_s=round(start_s, 2),
         )
+
+
+def _fail(future: Future[Any], error: Exception) -> None:
+    with suppress(InvalidStateError):  # it has been told already
+        future.set_exception(error)

@@ -8,28 +8,17 @@ from __future__ import annotations
 
 import multiprocessing
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 _SCRIPT = 'read -r _; kill -9 "$@" 2>/dev/null'
 
 
-class Guard:
-    """Watches over the children this process has now."""
-
-    def __init__(self) -> None:
-        pids = [str(child.pid) for child in multiprocessing.active_children()]
-        self._shell = (
-            subprocess.Popen(
-                ["/bin/sh", "-c", _SCRIPT, "guard", *pids],
-                stdin=subprocess.PIPE,
-                start_new_session=True,
-            )
-            if pids
-            else None
-        )
-
-    def release(self) -> None:
-        """Stop watching; the children have been stopped in order."""
-        if self._shell is not None:
-            self._shell.kill()
-            self._shell.wait()
-            self._shell = None
+@contextmanager
+def guarded() -> Iterator[None]:
+    """Watch over the children this process has now, until the block ends: it has stopped them in order."""
+    pids = [str(child.pid) for child in multiprocessing.active_children()]
+    command = ["/bin/sh", "-c", _SCRIPT, "guard", *pids]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as shell:
+        yield
+        shell.kill()

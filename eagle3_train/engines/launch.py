@@ -6,11 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from eagle3_train.engines import versions
-from eagle3_train.engines.spec import EngineSpec, Request
+from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.target.facts import TargetFacts, bytes_per_token
 
 CPU_KV_CACHE_BYTES = 1 << 30
-CONNECTOR_MODULE = "eagle3_train.engines.connector"
 
 
 class EngineError(RuntimeError):
@@ -19,18 +18,11 @@ class EngineError(RuntimeError):
 
 def check(spec: EngineSpec, facts: TargetFacts) -> None:
     """Refuse, before anything is loaded, what can be known to fail. Raises ValueError."""
-    if spec.purpose == "serve" and (not spec.drafter or spec.num_speculative_tokens < 1):
+    if spec.purpose == "capture" and spec.boundaries[-1:] != (facts.num_layers,):
         raise ValueError(
-            "a serving engine needs EngineSpec.drafter and num_speculative_tokens >= 1, got "
-            f"drafter={spec.drafter!r}, num_speculative_tokens={spec.num_speculative_tokens}"
+            f"a capture engine needs boundaries that end with L={facts.num_layers} "
+            f"({spec.model} has {facts.num_layers} layers), got {spec.boundaries}"
         )
-    if spec.purpose == "capture":
-        wanted = spec.boundaries
-        if not wanted or list(wanted) != sorted(set(wanted)) or wanted[-1] != facts.num_layers:
-            raise ValueError(
-                f"a capture engine needs sorted distinct boundaries that end with L={facts.num_layers} "
-                f"({spec.model} has {facts.num_layers} layers), got {wanted}"
-            )
     if spec.tap_by_hooks and not spec.enforce_eager:
         raise ValueError("forward hooks cannot be compiled: set engine.enforce_eager=true")
     if spec.max_model_len > facts.max_position_embeddings:
@@ -40,16 +32,10 @@ def check(spec: EngineSpec, facts: TargetFacts) -> None:
         )
 
 
-def compute_dtype(spec: EngineSpec) -> str:
-    """dtype vLLM is asked for: its CPU kernels are only trusted in float32."""
-    return "float32" if spec.dtype == "auto" and versions.on_cpu() else spec.dtype
-
-
 def batched_tokens(spec: EngineSpec) -> int:
     """Tokens of one engine step; whole prompts must fit where chunking is off."""
-    chosen = spec.max_num_batched_tokens or (
-        max(2048, spec.max_model_len) if versions.on_cpu() else max(8192, spec.max_model_len)
-    )
+    usual = 2048 if versions.on_cpu() else 8192
+    chosen = spec.max_num_batched_tokens or max(usual, spec.max_model_len)
     return chosen if chunks_prefill(spec) else max(chosen, spec.max_model_len)
 
 
@@ -98,17 +84,19 @@ def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -
         "model": spec.model,
         "tokenizer": spec.tokenizer,
         "trust_remote_code": spec.trust_remote_code,
-        "dtype": compute_dtype(spec),
+        "dtype": spec.dtype,
         "tensor_parallel_size": spec.tensor_parallel,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": spec.max_num_seqs,
         "max_num_batched_tokens": batched_tokens(spec),
+        "block_size": spec.block_size,
         "enable_chunked_prefill": chunks_prefill(spec),
         "gpu_memory_utilization": spec.gpu_memory_utilization,
         "kv_cache_memory_bytes": spec.kv_cache_bytes,
         "enforce_eager": spec.enforce_eager,
         "enable_prefix_caching": spec.prefix_caching,
         "load_format": spec.load_format,
+        "language_model_only": facts.is_multimodal,
         "seed": spec.seed,
         "use_tqdm_on_load": False,
         "disable_log_stats": spec.purpose != "serve",
@@ -116,14 +104,12 @@ def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -
         "worker_extension_cls": "eagle3_train.engines.worker.WorkerExtension",
         "additional_config": {"tap_by_hooks": spec.tap_by_hooks},
     }
-    if spec.block_size is not None:
-        kwargs["block_size"] = spec.block_size
     if spec.tensor_parallel > 1:
         kwargs["distributed_executor_backend"] = "mp"
-    if facts.is_multimodal:
-        kwargs["language_model_only"] = True
     if versions.on_cpu():
         kwargs["kv_cache_memory_bytes"] = spec.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        if spec.dtype == "auto":  # its CPU kernels are only trusted in float32
+            kwargs["dtype"] = "float32"
         if facts.mla is not None:  # the C++ RoPE op rotates MLA's keys wrongly
             kwargs["compilation_config"] = {"custom_ops": ["none"]}
     if spec.purpose == "serve":
@@ -157,7 +143,7 @@ def _capture_arguments(spec: EngineSpec, connector: dict[str, Any]) -> dict[str,
         "kv_transfer_config": {
             "kv_connector": "HiddenStateConnector",
             "kv_role": "kv_producer",
-            "kv_connector_module_path": CONNECTOR_MODULE,
+            "kv_connector_module_path": "eagle3_train.engines.connector",
             "kv_connector_extra_config": connector | {"dtype": spec.capture_dtype},
         },
     }
@@ -167,16 +153,17 @@ def launch(
     spec: EngineSpec,
     facts: TargetFacts,
     connector: dict[str, Any],
-    stat_loggers: list[Callable[..., Any]],
+    count: Callable[[Acceptance], None],
 ) -> Any:
-    """A started vLLM LLMEngine. Raises EngineError with the cause vLLM gave."""
+    """A started vLLM LLMEngine, whose speculative counters go to `count`. Raises EngineError with vLLM's cause."""
     versions.tolerate_odd_modules()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     kwargs = arguments(spec, facts, connector)
+    loggers = [lambda *_: versions.stat_logger(count)]
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**kwargs), stat_loggers=stat_loggers)
+        return LLMEngine.from_engine_args(EngineArgs(**kwargs), stat_loggers=loggers)
     except Exception as error:
         raise EngineError(explain(spec, error)) from error
 
@@ -184,11 +171,8 @@ def launch(
 def explain(spec: EngineSpec, error: BaseException) -> str:
     """What went wrong while starting, in one message."""
     text = str(error).strip() or type(error).__name__
-    advice = "the log above holds vLLM's own account"
-    for sign, remedy in _REMEDIES.items():
-        if sign in text:
-            advice = remedy
-            break
+    known = (remedy for sign, remedy in _REMEDIES.items() if sign in text)
+    advice = next(known, "the log above holds vLLM's own account")
     return (
         f"{versions.name()} could not start a {spec.purpose} engine for {spec.model}: "
         f"{text.splitlines()[0][:600]}; {advice}"

@@ -33,16 +33,13 @@ class EngineReplica:
 
     def __init__(self, spec: EngineSpec, stall_timeout_s: float) -> None:
         """Start the engine; an engine step that takes longer than `stall_timeout_s` counts as dead."""
-        self._engine = Engine(spec)
-        watch = threading.Thread(target=self._watch, args=(stall_timeout_s,), daemon=True)
-        watch.start()
+        self._engine = Engine(spec, on_death=_die)
+        threading.Thread(target=self._watch, args=(stall_timeout_s,), daemon=True).start()
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer all, in order; a refused request comes back with finish_reason "error", the reason as text."""
         futures = [self._engine.submit(request) for request in requests]
-        return [
-            self._answer(request, future) for request, future in zip(requests, futures, strict=True)
-        ]
+        return [_answer(request, future) for request, future in zip(requests, futures, strict=True)]
 
     def capture(
         self, samples: Sequence[npt.NDArray[np.int32]]
@@ -53,7 +50,7 @@ class EngineReplica:
         viewed as int16. Ray stores it as it is yielded, then the engine's memory is free again. The
         caller owns it, so it outlives this process. `bad`: index in pack -> reason; its rows are zero.
         """
-        pack = self._guard(lambda: self._engine.capture(samples))
+        pack = self._engine.capture(samples)
         rows = pack.hidden.flatten(1)
         array = (rows.view(torch.int16) if rows.dtype == torch.bfloat16 else rows).numpy()
         try:
@@ -68,51 +65,36 @@ class EngineReplica:
 
     def acceptance(self) -> Acceptance:
         """Speculative counters since the engine started."""
-        counters: Acceptance = self._guard(self._engine.acceptance)
-        return counters
+        return self._engine.acceptance()
 
     def load_drafter(self, directory: str) -> None:
         """Serve another drafter of the same shape from now on."""
-        self._guard(lambda: self._engine.load_drafter(directory))
-
-    def ping(self) -> None:
-        """Return when the engine thread has run something: the engine lives."""
-        self._guard(self._engine.acceptance)
-
-    def pid(self) -> int:
-        """Process that would have to be ended to end this replica."""
-        return os.getpid()
+        self._engine.load_drafter(directory)
 
     def close(self) -> None:
         """Stop the engine and give its memory back."""
         self._engine.close()
 
-    def _answer(self, request: Request, future: Future[Completion]) -> Generation:
-        error = future.exception()
-        if isinstance(error, ValueError):
-            return Generation(request.id, request.prompt_ids, (), "error", str(error))
-        if error is not None:
-            self._die(error)
-        completion = future.result()
-        if completion.captured is not None:
-            completion.captured.release()
-        return completion.generation
-
     def _watch(self, stall_timeout_s: float) -> None:
         """Notice an engine that hangs: its callers would wait for ever."""
-        while self._engine.dead is None:
+        while True:
             time.sleep(PROGRESS_CHECK_S)
             if (stalled_s := self._engine.stalled_s) > stall_timeout_s:
-                self._die(EngineError(f"one engine step has taken {stalled_s:.0f} s"))
+                _die(EngineError(f"one engine step has taken {stalled_s:.0f} s"))
 
-    def _guard(self, function: Any) -> Any:
-        try:
-            return function()
-        except EngineError as error:
-            self._die(error)
 
-    def _die(self, error: BaseException) -> None:
-        """End the process: only a fresh one can serve again."""
-        log.error("engine replica exits: %s", error)
-        logging.shutdown()
-        os._exit(1)
+def _answer(request: Request, future: Future[Completion]) -> Generation:
+    try:
+        completion = future.result()
+    except ValueError as error:
+        return Generation(request.id, request.prompt_ids, (), "error", str(error))
+    if completion.captured is not None:
+        completion.captured.release()
+    return completion.generation
+
+
+def _die(error: EngineError) -> None:
+    """End the process: only a fresh one can serve again."""
+    log.error("engine replica exits: %s", error)
+    logging.shutdown()
+    os._exit(1)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import operator
+from dataclasses import dataclass
 from typing import Literal
 
 from eagle3_train.config import StateType
@@ -69,43 +70,20 @@ class Request:
     seed: int | None = None
     ignore_eos: bool = False
     capture: bool = False
-    stop_token_ids: tuple[int, ...] = field(default=())
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """vLLM's speculative counters over some interval; add and subtract to window them."""
+    """vLLM's speculative counters over some interval: drafts, and how many of them had their token k accepted."""
 
     num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
     accepted_per_position: tuple[int, ...]
 
-    @property
-    def length(self) -> float:
-        """Acceptance length: 1 + accepted / drafts, bonus token included."""
-        return 1.0 + self.num_accepted_tokens / max(self.num_drafts, 1)
-
     def __add__(self, more: Acceptance) -> Acceptance:
-        return Acceptance(
-            self.num_drafts + more.num_drafts,
-            self.num_draft_tokens + more.num_draft_tokens,
-            self.num_accepted_tokens + more.num_accepted_tokens,
-            tuple(
-                a + b
-                for a, b in zip(self.accepted_per_position, more.accepted_per_position, strict=True)
-            ),
-        )
+        accepted = map(operator.add, self.accepted_per_position, more.accepted_per_position)
+        return Acceptance(self.num_drafts + more.num_drafts, tuple(accepted))
 
     def __sub__(self, earlier: Acceptance) -> Acceptance:
-        return Acceptance(
-            self.num_drafts - earlier.num_drafts,
-            self.num_draft_tokens - earlier.num_draft_tokens,
-            self.num_accepted_tokens - earlier.num_accepted_tokens,
-            tuple(
-                now - then
-                for now, then in zip(
-                    self.accepted_per_position, earlier.accepted_per_position, strict=True
-                )
-            ),
-        )
+        accepted = map(operator.sub, self.accepted_per_position, earlier.accepted_per_position)
+        return Acceptance(self.num_drafts - earlier.num_drafts, tuple(accepted))

@@ -243,15 +243,7 @@ def stat_logger(count: Callable[[Acceptance], None]) -> Any:
         def record(self, scheduler_stats: Any, *_args: Any, **_kwargs: Any) -> None:
             if scheduler_stats is not None and scheduler_stats.spec_decoding_stats is not None:
                 stats = scheduler_stats.spec_decoding_stats
-                per_position = tuple(stats.num_accepted_tokens_per_pos)
-                count(
-                    Acceptance(
-                        stats.num_drafts,
-                        stats.num_draft_tokens,
-                        stats.num_accepted_tokens,
-                        per_position,
-                    )
-                )
+                count(Acceptance(stats.num_drafts, tuple(stats.num_accepted_tokens_per_pos)))
 
         def log_engine_initialized(self) -> None:
             pass

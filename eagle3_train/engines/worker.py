@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,10 +31,14 @@ class WorkerExtension:
 
     def load_drafter(self, directory: str) -> None:
         """Replace the drafter's weights and d2t by those of another checkpoint of the same shape."""
+        from safetensors.torch import load_file
+
         drafter = versions.drafter_of(self.model_runner)
         config = self.vllm_config.speculative_config.draft_model_config
-        _check_same_shape(config.hf_config, Path(directory))
-        versions.reload(drafter.model, _weights(Path(directory)), config)
+        files = sorted(Path(directory).glob("*.safetensors"))
+        # By name, so that a layer comes whole.
+        weights = [pair for file in files for pair in sorted(load_file(file).items())]
+        versions.reload(drafter.model, weights, config)
 
     def record_drafts(self) -> None:
         """From now on keep what the drafter proposes (V1 model runner)."""
@@ -53,15 +55,10 @@ class WorkerExtension:
             rows = rows.clone()
             request_ids = list(runner.input_batch.req_ids)
             drafts = propose(*args, **kwargs)
-            for index, row in enumerate(rows.tolist()):
-                self.drafted.append(
-                    (
-                        request_ids[index],
-                        int(positions[row]),
-                        int(next_tokens[index]),
-                        drafts[index].tolist(),
-                    )
-                )
+            self.drafted += [
+                (request_ids[i], int(positions[row]), int(next_tokens[i]), drafts[i].tolist())
+                for i, row in enumerate(rows.tolist())
+            ]
             return drafts
 
         runner.drafter.propose = recording
@@ -70,32 +67,3 @@ class WorkerExtension:
         """Fields of what was recorded since the last call; plain, so that they can leave the core's process."""
         drafted, self.drafted = self.drafted, []
         return drafted
-
-
-def _weights(directory: Path) -> Iterator[tuple[str, Any]]:
-    """(name, tensor) of every safetensors file, a whole layer at a time."""
-    from safetensors import safe_open
-
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            for name in sorted(tensors.keys()):
-                yield name, tensors.get_tensor(name)
-
-
-def _check_same_shape(loaded: Any, directory: Path) -> None:
-    """Refuse a checkpoint that needs another module tree than the one that is serving."""
-    path = directory / "config.json"
-    if not path.is_file():
-        raise ValueError(f"{directory} is no drafter checkpoint: it has no config.json")
-    config = json.loads(path.read_text())
-    for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
-        if key in config and config[key] != vars(loaded).get(key, config[key]):
-            raise ValueError(
-                f"{directory}: {key}={config[key]}, the serving drafter has {vars(loaded)[key]}; "
-                "start another engine for it"
-            )
-    if config.get("draft_vocab_size") != loaded.draft_vocab_size:
-        raise ValueError(
-            f"{directory}: draft_vocab_size={config.get('draft_vocab_size')}, the serving drafter has "
-            f"{loaded.draft_vocab_size}; start another engine for it"
-        )

@@ -5,25 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from transformers import AutoModel
 
 from eagle3_train.engines import versions
 from eagle3_train.engines.engine import Engine
-from eagle3_train.engines.spec import EngineSpec, Request
 from eagle3_train.stream.states import decode
 from tests import tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(120)]
-
-
-def ask(ids: npt.NDArray[np.int32], **values: Any) -> Request:
-    return Request("r", tuple(ids.tolist()), capture=True, **values)
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +24,12 @@ def small_arena(tiny_models: Path) -> Iterator[Engine]:
     """Room for 300 tokens; states in FP8."""
     row = 2 * (tiny.HIDDEN + 4)
     engine = Engine(
-        EngineSpec(
-            str(tiny_models / "llama"),
-            str(tiny_models / "llama"),
+        tiny.engine_spec(
+            tiny_models / "llama",
             "capture",
             (4, 8),
-            max_model_len=256,
             max_num_seqs=4,
             kv_cache_bytes=16 << 20,
-            enforce_eager=True,
             capture_dtype="float8_e4m3fn",
             arena_bytes=300 * (row + 4),
         )
@@ -67,7 +57,7 @@ def test_more_states_than_the_arena_holds_wait_for_room_and_all_arrive(small_are
         list(threads.map(consume, range(16)))
     assert sorted(seen) == [100 + seed for seed in range(16)]
     answers = [
-        small_arena.submit(ask(tiny.token_ids(60, seed), max_new_tokens=40, ignore_eos=True))
+        small_arena.submit(tiny.ask(tiny.token_ids(60, seed), max_new_tokens=40, ignore_eos=True))
         for seed in range(8)
     ]
     for answer in answers:  # eight answers of 99 tokens, room for three
@@ -111,7 +101,7 @@ def test_a_refused_sample_is_named_and_its_neighbours_are_untouched(small_arena:
 
 def test_an_aborted_request_yields_no_states_and_frees_its_blocks(small_arena: Engine) -> None:
     before = free_bytes(small_arena)
-    small_arena.submit(ask(tiny.token_ids(10, 1), max_new_tokens=200, ignore_eos=True))
+    small_arena.submit(tiny.ask(tiny.token_ids(10, 1), max_new_tokens=200, ignore_eos=True))
     while not (running := small_arena._call(lambda: list(small_arena._running))):
         pass
     small_arena._call(lambda: small_arena._llm.abort_request(running))

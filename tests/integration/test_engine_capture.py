@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from eagle3_train.engines.engine import Completion, Engine
-from eagle3_train.engines.spec import EngineSpec, Request
+from eagle3_train.engines.spec import Request
 from tests import tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
@@ -60,18 +60,6 @@ class Tapped:
         captured.release()
 
 
-def spec(target: Path, boundaries: tuple[int, ...], **values: Any) -> EngineSpec:
-    sizes = {
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "kv_cache_bytes": 64 << 20,
-        "enforce_eager": True,
-    }
-    return EngineSpec(
-        str(target), str(target), "capture", boundaries, capture_dtype="float32", **(sizes | values)
-    )
-
-
 @pytest.fixture(scope="module", params=["llama", "qwen3", "mla", "glm"])
 def tapped(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Tapped]:
     from transformers import AutoModelForCausalLM
@@ -90,16 +78,12 @@ def tapped(request: pytest.FixtureRequest, tiny_models: Path) -> Iterator[Tapped
     )
     if family == "glm":  # vLLM's class has no taps
         traits["tap_by_hooks"] = "Glm4MoeForCausalLM"
-    engine = Engine(spec(tiny_models / family, BOUNDARIES[family], **traits))
+    engine = Engine(tiny.engine_spec(tiny_models / family, "capture", BOUNDARIES[family], **traits))
     reference = AutoModelForCausalLM.from_pretrained(
         tiny_models / family, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     yield Tapped(engine, reference, BOUNDARIES[family])
     engine.close()
-
-
-def ask(ids: npt.NDArray[np.int32], **values: Any) -> Request:
-    return Request("r", tuple(ids.tolist()), capture=True, **values)
 
 
 def test_a_pack_of_prompts_longer_than_an_engine_step_equals_the_reference(tapped: Tapped) -> None:
@@ -116,14 +100,14 @@ def test_a_prefix_that_is_cached_is_captured_whole(tapped: Tapped) -> None:
     shared = tiny.token_ids(100, 7)
     for tail in (10, 10, 60):
         ids = np.concatenate([shared, tiny.token_ids(tail + 2, tail)[2:]])
-        tapped.assert_captured(tapped.engine.submit(ask(ids)).result())
+        tapped.assert_captured(tapped.engine.submit(tiny.ask(ids)).result())
 
 
 def test_states_of_an_answer_come_from_the_request_that_wrote_it(tapped: Tapped) -> None:
     requests = [
-        ask(tiny.token_ids(15, 1), max_new_tokens=24, ignore_eos=True),
-        ask(tiny.token_ids(40, 2), max_new_tokens=40, ignore_eos=True, temperature=1.0),
-        ask(tiny.token_ids(33, 3), max_new_tokens=1),
+        tiny.ask(tiny.token_ids(15, 1), max_new_tokens=24, ignore_eos=True),
+        tiny.ask(tiny.token_ids(40, 2), max_new_tokens=40, ignore_eos=True, temperature=1.0),
+        tiny.ask(tiny.token_ids(33, 3), max_new_tokens=1),
     ]
     for future in [tapped.engine.submit(request) for request in requests]:
         tapped.assert_captured(future.result())
@@ -134,7 +118,7 @@ def test_an_answer_that_stops_early_has_states_up_to_its_stop_token(tapped: Tapp
     free = tapped.engine.generate([Request("r", tuple(ids.tolist()), 8, ignore_eos=True)])[0]
     stop = free.output_ids[4]
     completion = tapped.engine.submit(
-        ask(ids, max_new_tokens=8, ignore_eos=True, stop_token_ids=(stop,))
+        tiny.ask(ids, max_new_tokens=8, ignore_eos=True, stop_token_ids=(stop,))
     ).result()
     generation = completion.generation
     assert generation.finish_reason == "stop"

@@ -16,7 +16,7 @@ from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.engines.engine import Engine
-from eagle3_train.engines.spec import EngineSpec, Request
+from eagle3_train.engines.spec import Request
 from eagle3_train.engines.worker import Drafted
 from eagle3_train.records import Generation
 from eagle3_train.target.weights import read_frozen
@@ -35,16 +35,6 @@ class Round:
     drafted: Drafted
 
 
-def spec(target: Path, **values: Any) -> EngineSpec:
-    sizes = {
-        "max_model_len": 128,
-        "max_num_seqs": PROMPTS,
-        "kv_cache_bytes": 64 << 20,
-        "enforce_eager": True,
-    }
-    return EngineSpec(str(target), str(target), **(sizes | values))
-
-
 def requests(capture: bool) -> list[Request]:
     return [
         Request(
@@ -57,7 +47,7 @@ def requests(capture: bool) -> list[Request]:
 
 def capture(target: Path, boundaries: tuple[int, ...]) -> tuple[list[Generation], list[Tensor]]:
     """Greedy answers and the aux states [tokens, 3 * hidden] of everything that was read."""
-    engine = Engine(spec(target, purpose="capture", boundaries=boundaries, capture_dtype="float32"))
+    engine = Engine(tiny.engine_spec(target, "capture", boundaries, max_model_len=128))
     answers, states = [], []
     for future in [engine.submit(request) for request in requests(capture=True)]:
         completion = future.result()
@@ -73,9 +63,8 @@ def serve(
     target: Path, drafters: Sequence[Path]
 ) -> list[tuple[list[Generation], list[Round], Any]]:
     """What one engine answers and drafts with each of the drafters, swapped in place."""
-    engine = Engine(
-        spec(target, purpose="serve", drafter=str(drafters[0]), num_speculative_tokens=K)
-    )
+    values = {"drafter": str(drafters[0]), "num_speculative_tokens": K}
+    engine = Engine(tiny.engine_spec(target, "serve", max_model_len=128, **values))
     engine.record_drafts()
     served = []
     for drafter in drafters:
@@ -130,5 +119,6 @@ def test_every_list_of_drafts_is_ours_for_each_drafter_and_the_answers_are_the_t
             compared += 1
         assert compared >= PROMPTS * NEW_TOKENS // 2
         assert {r.drafted.position for r in rounds} >= {len(g.prompt_ids) - 1 for g in plain}
-        assert acceptance.num_draft_tokens == K * acceptance.num_drafts
-        assert sum(acceptance.accepted_per_position) == acceptance.num_accepted_tokens
+        counters = [acceptance.num_drafts, *acceptance.accepted_per_position]
+        assert counters == sorted(counters, reverse=True)
+        assert counters[0] > 0

@@ -10,22 +10,10 @@ import torch
 
 from eagle3_train.engines.engine import Engine
 from eagle3_train.engines.launch import EngineError
-from eagle3_train.engines.spec import EngineSpec, Request
+from eagle3_train.engines.spec import Request
 from tests import tiny
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
-
-
-def spec(target: Path, boundaries: tuple[int, ...], **values: Any) -> EngineSpec:
-    sizes = {
-        "max_model_len": 256,
-        "max_num_seqs": 8,
-        "kv_cache_bytes": 64 << 20,
-        "enforce_eager": True,
-    }
-    return EngineSpec(
-        str(target), str(target), "capture", boundaries, capture_dtype="float32", **(sizes | values)
-    )
 
 
 def shared_memory() -> set[Path]:
@@ -33,22 +21,18 @@ def shared_memory() -> set[Path]:
 
 
 def ask(length: int, **values: Any) -> Request:
-    return Request("r", tuple(tiny.token_ids(length, 1).tolist()), capture=True, **values)
+    return tiny.ask(tiny.token_ids(length, 1), **values)
 
 
-def test_a_second_engine_in_a_process_is_refused_while_the_first_lives(
+def test_a_process_holds_one_engine_which_closed_leaves_no_file_and_fails_what_waits(
     tiny_models: Path,
 ) -> None:
-    engine = Engine(spec(tiny_models / "llama", (4, 8)))
-    with pytest.raises(EngineError, match="one engine"):
-        Engine(spec(tiny_models / "llama", (4, 8)))
-    engine.close()
-
-
-def test_a_closed_engine_leaves_no_file_and_fails_what_waits(tiny_models: Path) -> None:
     before = shared_memory()
-    engine = Engine(spec(tiny_models / "llama", (4, 8)))
+    spec = tiny.engine_spec(tiny_models / "llama", "capture", (4, 8))
+    engine = Engine(spec)
     assert shared_memory() == before
+    with pytest.raises(EngineError, match="one engine"):
+        Engine(spec)
     waiting = engine.submit(ask(10, max_new_tokens=200, ignore_eos=True))
     engine.close()
     with pytest.raises(EngineError, match="closed"):
@@ -61,7 +45,6 @@ def test_a_closed_engine_leaves_no_file_and_fails_what_waits(tiny_models: Path) 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"boundaries": (4, 2, 8)}, "sorted distinct boundaries that end with L=8"),
         ({"boundaries": (2, 4)}, "end with L=8"),
         ({"boundaries": (4, 8), "max_model_len": 4096}, "512 positions"),
     ],
@@ -69,15 +52,15 @@ def test_a_closed_engine_leaves_no_file_and_fails_what_waits(tiny_models: Path) 
 def test_what_cannot_work_is_refused_before_anything_is_loaded(
     tiny_models: Path, values: dict[str, Any], message: str
 ) -> None:
-    target = str(tiny_models / "llama")
     with pytest.raises(ValueError, match=message):
-        Engine(EngineSpec(target, target, "capture", **values))
+        Engine(tiny.engine_spec(tiny_models / "llama", "capture", **values))
 
 
 def test_a_core_in_its_own_process_hands_over_the_same_states(tiny_models: Path) -> None:
     states = []
     for own_process in (False, True):
-        engine = Engine(spec(tiny_models / "llama", (4, 8), own_process=own_process))
+        spec = tiny.engine_spec(tiny_models / "llama", "capture", (4, 8), own_process=own_process)
+        engine = Engine(spec)
         pack = engine.capture([tiny.token_ids(length, length) for length in (3, 150, 40)])
         states.append(pack.hidden.clone())
         pack.release()

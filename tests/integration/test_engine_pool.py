@@ -49,16 +49,7 @@ class Keeper:
 
 
 def capture_spec(target: Path) -> EngineSpec:
-    return EngineSpec(
-        model=str(target),
-        tokenizer=str(target),
-        purpose="capture",
-        boundaries=(2, 4, 5, 8),
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_bytes=32 << 20,
-        enforce_eager=True,
-    )
+    return tiny.engine_spec(target, "capture", (2, 4, 5, 8), capture_dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +114,9 @@ def test_a_killed_replica_is_replaced_while_the_other_serves_and_its_states_surv
 ) -> None:
     victim, _, _ = ray.get(keeper.capture.remote("before", (40,)))
     handle = ray.get(pool.handles.remote())[victim]
-    os.kill(ray.get(handle.pid.remote()), signal.SIGKILL)
+    os.kill(ray.get(handle.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
     with pytest.raises(RayActorError):
-        ray.get(handle.ping.remote())
+        ray.get(handle.facts.remote())
     ray.get(pool.failed.remote(victim))
     ray.get(pool.failed.remote(victim))  # a second caller reports the same death
     other, _, _ = ray.get(keeper.capture.remote("after", (40,)))
@@ -148,10 +139,7 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(
     ray_cluster: None, tiny_models: Path
 ) -> None:
     before = ray.available_resources()["CPU"]
-    spec = capture_spec(tiny_models / "llama")
+    spec = tiny.engine_spec(tiny_models / "llama", "capture", (2, 4))
     with pytest.raises(EngineError, match="boundaries that end with L=8"):
-        start_pool(
-            EngineSpec(spec.model, spec.tokenizer, "capture", boundaries=(2, 4)),
-            EngineConfig(replicas=1, cpus=1),
-        )
+        start_pool(spec, EngineConfig(replicas=1, cpus=1))
     assert eventually(lambda: ray.available_resources()["CPU"] == before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -103,7 +104,7 @@ def test_a_killed_rollout_resumes_and_answers_every_prompt_exactly_once(
     assert not rollout.is_complete(job)
 
     victim = next(iter(ray.get(pool.handles.remote()).values()))
-    pid = ray.get(victim.pid.remote())
+    pid = ray.get(victim.__ray_call__.remote(lambda _: os.getpid()))
     killer = subprocess.Popen(["sh", "-c", f"sleep 0.5; kill -9 {pid}"])
     counts = rollout.run(job, pool)
     killer.wait()

@@ -98,7 +98,7 @@ def test_a_killed_worker_and_a_killed_engine_change_neither_counts_nor_losses(
     kill_train_worker()
     wait_for_step(config, 7, running)
     replica = next(iter(ray.get(pool.handles.remote()).values()))
-    os.kill(ray.get(replica.pid.remote()), signal.SIGKILL)
+    os.kill(ray.get(replica.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
     running.join()
     (result,) = results
     assert result["samples_trained"] == result["samples_expected"] == expected["samples_expected"]

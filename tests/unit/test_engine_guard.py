@@ -12,14 +12,15 @@ import pytest
 
 OWNER = """
 import multiprocessing, sys, time
-from eagle3_train.engines.guard import Guard
+from eagle3_train.engines.guard import guarded
 
 if __name__ == "__main__":
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()
-    guard = Guard()
-    if sys.argv[1] == "release":
-        guard.release()
+    with guarded():
+        if sys.argv[1] == "watch":
+            print(child.pid, flush=True)
+            time.sleep(60)
     print(child.pid, flush=True)
     time.sleep(60)
 """
