@@ -24,6 +24,7 @@ from eagle3_train.engines.launch import EngineError
 from eagle3_train.engines.replica import EngineReplica
 from eagle3_train.engines.spec import EngineSpec, Purpose
 from eagle3_train.records import EngineFacts
+from eagle3_train.stream.nodes import here
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +77,7 @@ def start_pool(spec: EngineSpec, engine: EngineConfig) -> Any:
 
     Raises EngineError when the cluster is too small or an engine cannot start; nothing is left behind then.
     """
-    actor = ray.remote(num_cpus=0, max_concurrency=POOL_THREADS)(EnginePool)
+    actor = ray.remote(**here(), max_concurrency=POOL_THREADS)(EnginePool)
     pool = actor.remote(spec, engine)
     starting = pool.start.remote()
     try:
@@ -225,14 +226,20 @@ class EnginePool:
     # A replica's own thread.
 
     def _bring_up(self, replica_id: int, replica: _Replica) -> None:
-        """Wait for the placement group, then for the engine; an error is the pool's error."""
+        """Wait for the placement group, then for the engine. A replacement that fails is done without while others live."""
         try:
             facts = self._place_and_load(replica)
         except Exception as error:  # noqa: BLE001 - raised by start() or lease()
+            # Ray puts the traceback of the engine's process before what it said.
+            reason = str(error).rpartition("EngineError:")[2].strip()
             with self._changed:
-                if replica_id in self._replicas:
-                    # Ray puts the traceback of the engine's process before what it said.
-                    self._give_up(str(error).rpartition("EngineError:")[2].strip())
+                if self._replicas.pop(replica_id, None) is None:
+                    return
+                _discard(replica)
+                if replica_id >= self._engine.replicas and self._ready():
+                    log.warning("no replacement, %d replicas go on: %s", len(self._ready()), reason)
+                else:
+                    self._give_up(reason)
             return
         with self._changed:
             replica.facts = facts

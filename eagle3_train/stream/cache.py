@@ -27,10 +27,10 @@ import numpy.typing as npt
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors.numpy import load, save
 
 from eagle3_train.records import Sample
+from eagle3_train.stream.nodes import on
 
 log = logging.getLogger("eagle3_train")
 
@@ -111,13 +111,7 @@ def start_files(folder: str | None) -> list[ActorHandle[Any]]:
     """One ShardFile on every node of the cluster."""
     nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
     files = [
-        ray.remote(ShardFile)
-        .options(
-            num_cpus=0,
-            max_concurrency=FILE_THREADS,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False),
-        )
-        .remote(folder)
+        ray.remote(ShardFile).options(**on(node), max_concurrency=FILE_THREADS).remote(folder)
         for node in nodes
     ]
     return files

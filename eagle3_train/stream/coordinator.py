@@ -31,6 +31,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from eagle3_train.records import PackKey, Sample
 from eagle3_train.stream.cache import EpochCache, start_files
 from eagle3_train.stream.flight import Delivery, Flight, Part, StreamCounters
+from eagle3_train.stream.nodes import here
 
 log = logging.getLogger("eagle3_train")
 
@@ -58,7 +59,7 @@ def coordinating(
     files = start_files(cache_dir) if pinned.any() else []
     coordinator = (
         ray.remote(StreamCoordinator)
-        .options(num_cpus=0)
+        .options(**here())
         .remote(pool, table, files, pinned, max_bytes, ranks, max_tries)
     )
     try:

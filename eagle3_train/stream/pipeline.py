@@ -23,6 +23,7 @@ from ray.actor import ActorHandle
 from ray.util.annotations import RayDeprecationWarning
 
 from eagle3_train.records import Pack, PackKey
+from eagle3_train.stream.nodes import here
 from eagle3_train.stream.plan import Window
 
 
@@ -98,8 +99,8 @@ def _dataset(windows: list[Window], packs: list[Pack], link: StreamLink) -> ray.
             compute=ray.data.ActorPoolStrategy(
                 size=1, max_tasks_in_flight_per_actor=link.lookahead_packs
             ),
-            num_cpus=0,
             max_concurrency=link.lookahead_packs,
+            **here(),
         )
 
 
