@@ -1,8 +1,11 @@
-"""The engine replicas of a job: started on placement groups of their own, leased, replaced, given back.
+"""The engine replicas of a job: started, leased, replaced, given back.
 
 lease      callers            a live replica                least loaded first, by tokens
 failed     callers            nothing                       the others go on; a new replica is started
-close      the job            replicas to stop              placement groups are removed explicitly
+close      the job            replicas to stop              what is left of them is killed
+
+A replica is one actor that reserves all its GPUs, hence on one node. It has no placement group: when its node dies,
+Ray 2.60 tries to place such a group again without pause, and nothing else in the cluster is placed meanwhile.
 """
 
 from __future__ import annotations
@@ -16,8 +19,6 @@ from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from eagle3_train.config import EngineConfig, JobConfig
 from eagle3_train.engines.launch import EngineError
@@ -39,7 +40,6 @@ ENVIRONMENT = {
     "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
 }
-LEAST_CPUS = 0.001  # Ray refuses an empty bundle
 
 
 def spec_for(
@@ -97,7 +97,7 @@ def start_pool(spec: EngineSpec, engine: EngineConfig) -> Any:
 
 
 def close_pool(pool: Any) -> None:
-    """Stop the replicas, remove their placement groups, end the pool."""
+    """Stop the replicas, end the pool."""
     with suppress(RayError):
         ray.get(pool.close.remote(), timeout=2 * CLOSE_TIMEOUT_S)
     ray.kill(pool)
@@ -105,10 +105,9 @@ def close_pool(pool: Any) -> None:
 
 @dataclass(slots=True)
 class _Replica:
-    """One replica: loading until `facts` is there."""
+    """One replica: waiting for room or loading until `facts` is there."""
 
-    group: PlacementGroup
-    handle: Any = None
+    handle: Any
     facts: EngineFacts | None = None
     load_tokens: int = 0
 
@@ -135,14 +134,13 @@ class EnginePool:
             return next(r.facts for r in self._replicas.values() if r.facts)
 
     def status(self) -> str:
-        """One line: how many replicas are ready and what the others wait for."""
+        """One line: how many replicas are ready and what the others may wait for."""
         with self._changed:
             ready = len(self._ready())
-            placed = sum(r.handle is not None for r in self._replicas.values())
         need = _resources(self._engine)
         return (
-            f"{ready}/{self._engine.replicas} replicas ready, {placed - ready} loading, "
-            f"{self._engine.replicas - placed} waiting for {need} (free: {_free(need)})"
+            f"{ready}/{self._engine.replicas} replicas ready; the others load, or wait for {need} "
+            f"(free: {_free(need)})"
         )
 
     def lease(self, cost_tokens: int) -> tuple[int, Any]:
@@ -166,7 +164,7 @@ class EnginePool:
             replica = self._replicas.pop(replica_id, None)
             if replica is None:
                 return
-            _discard(replica)
+            ray.kill(replica.handle)
             self._replacements += 1
             if self._replacements > self._engine.max_replacements:
                 self._give_up(
@@ -190,7 +188,7 @@ class EnginePool:
         return self._replacements
 
     def close(self) -> None:
-        """Stop replicas, then remove their placement groups."""
+        """Stop replicas, then kill what is left of them."""
         with self._changed:
             closing = [replica.handle.close.remote() for replica in self._ready().values()]
             replicas, self._replicas = list(self._replicas.values()), {}
@@ -198,7 +196,7 @@ class EnginePool:
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for replica in replicas:
-            _discard(replica)
+            ray.kill(replica.handle)
 
     # Details; the caller holds the lock.
 
@@ -218,24 +216,31 @@ class EnginePool:
 
     def _launch(self) -> None:
         """Start one replica in the background."""
-        replica_id = next(self._ids)
-        group = placement_group([_resources(self._engine)], strategy="STRICT_PACK")
-        replica = self._replicas[replica_id] = _Replica(group)
+        replica_id, need = next(self._ids), _resources(self._engine)
+        environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(self._engine.cpus)))}
+        actor = ray.remote(EngineReplica).options(
+            num_cpus=need["CPU"],
+            num_gpus=need.get("GPU", 0),
+            max_concurrency=REPLICA_THREADS,
+            runtime_env={"env_vars": environment},
+        )
+        replica = _Replica(actor.remote(self._spec, self._engine.request_timeout_s))
+        self._replicas[replica_id] = replica
         threading.Thread(target=self._bring_up, args=(replica_id, replica), daemon=True).start()
 
     # A replica's own thread.
 
     def _bring_up(self, replica_id: int, replica: _Replica) -> None:
-        """Wait for the placement group, then for the engine. A replacement that fails is done without while others live."""
+        """Wait for room and for the engine. A replacement that fails is done without while others live."""
         try:
-            facts = self._place_and_load(replica)
+            facts = self._load(replica)
         except Exception as error:  # noqa: BLE001 - raised by start() or lease()
             # Ray puts the traceback of the engine's process before what it said.
             reason = str(error).rpartition("EngineError:")[2].strip()
             with self._changed:
                 if self._replicas.pop(replica_id, None) is None:
                     return
-                _discard(replica)
+                ray.kill(replica.handle)
                 if replica_id >= self._engine.replicas and self._ready():
                     log.warning("no replacement, %d replicas go on: %s", len(self._ready()), reason)
                 else:
@@ -245,32 +250,15 @@ class EnginePool:
             replica.facts = facts
             self._changed.notify_all()
 
-    def _place_and_load(self, replica: _Replica) -> EngineFacts:
+    def _load(self, replica: _Replica) -> EngineFacts:
         need, timeout_s = _resources(self._engine), self._engine.start_timeout_s
-        if not replica.group.wait(timeout_s):
-            raise EngineError(
-                f"an engine replica waited {timeout_s:.0f} s for {need}, free now: {_free(need)}; "
-                "stop what else runs on the cluster, or lower engine.replicas, engine.cpus or "
-                "engine.gpus_per_worker"
-            )
-        strategy = PlacementGroupSchedulingStrategy(replica.group, placement_group_bundle_index=0)
-        environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(self._engine.cpus)))}
-        replica.handle = (
-            ray.remote(EngineReplica)
-            .options(
-                num_cpus=need["CPU"],
-                num_gpus=need.get("GPU", 0),
-                scheduling_strategy=strategy,
-                max_concurrency=REPLICA_THREADS,
-                runtime_env={"env_vars": environment},
-            )
-            .remote(self._spec, self._engine.request_timeout_s)
-        )
         try:
             facts: EngineFacts = ray.get(replica.handle.facts.remote(), timeout=timeout_s)
         except GetTimeoutError:
             raise EngineError(
-                f"an engine did not load within engine.start_timeout_s={timeout_s:.0f}; raise it"
+                f"an engine was not ready within engine.start_timeout_s={timeout_s:.0f}; it needs {need}, free now: "
+                f"{_free(need)}. Raise it, stop what else runs on the cluster, or lower engine.replicas, "
+                "engine.cpus or engine.gpus_per_worker"
             ) from None
         return facts
 
@@ -289,8 +277,8 @@ class EnginePool:
 
 
 def _resources(engine: EngineConfig) -> dict[str, float]:
-    """One replica's bundle; its tensor-parallel workers share the bundle, hence the node."""
-    need = {"CPU": max(engine.cpus, LEAST_CPUS)}
+    """What one replica reserves; its tensor-parallel workers share it, hence the node."""
+    need = {"CPU": engine.cpus}
     if engine.gpus_per_worker:
         if engine.gpus_per_worker < 1 and engine.tensor_parallel > 1:
             raise EngineError(
@@ -304,10 +292,3 @@ def _resources(engine: EngineConfig) -> dict[str, float]:
 def _free(need: dict[str, float]) -> dict[str, float]:
     available = ray.available_resources()
     return {name: available.get(name, 0.0) for name in need}
-
-
-def _discard(replica: _Replica) -> None:
-    """Kill what is left of a replica and free its resources."""
-    if replica.handle is not None:
-        ray.kill(replica.handle)
-    remove_placement_group(replica.group)
