@@ -7,14 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-import ray
-
 from eagle3_train.config import JobConfig
-from eagle3_train.engines.pool import ENVIRONMENT
 from eagle3_train.engines.resolve import Resolution, engine_index, resolve_target
 from eagle3_train.preflight.check import Check, failed, table
-from eagle3_train.preflight.live import live_checks
-from eagle3_train.preflight.nodes import node_versions, object_store
 from eagle3_train.preflight.plan import Plan, make_plan, plan_checks
 from eagle3_train.preflight.static import static_checks
 from eagle3_train.rundir import RunDir, write_atomic
@@ -101,6 +96,13 @@ def run(config: JobConfig, depth: Depth, package: Path) -> Report:
 
 def _live(config: JobConfig, facts: TargetFacts) -> list[Check]:
     """Inside a cluster the engine boots where its GPUs are, and every node is asked for its versions."""
+    # Only this depth needs them, and they take seconds to import.
+    import ray
+
+    from eagle3_train.engines.pool import ENVIRONMENT
+    from eagle3_train.preflight.live import live_checks
+    from eagle3_train.preflight.nodes import node_versions, object_store
+
     if not ray.is_initialized():
         return live_checks(config, facts)
     gpus = config.engine.tensor_parallel if config.engine.gpus_per_worker else 0
