@@ -22,7 +22,7 @@ def load_config(files: list[Path], overrides: list[str] | None = None) -> JobCon
             raise ValueError(f"no configuration file {file}; see configs/ for examples")
         try:
             content = yaml.safe_load(file.read_text()) or {}
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ValueError(f"{file} is not valid YAML: {error}") from error
         if not isinstance(content, dict):
             raise ValueError(

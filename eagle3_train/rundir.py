@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -50,3 +52,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Whatever a broken file makes its parser raise becomes a ValueError that names the file."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, ValueError) and str(path) in str(error):
+            raise
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ValueError(f"{path} cannot be used: {kind}{error}; restore it") from error

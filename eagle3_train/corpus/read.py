@@ -38,7 +38,7 @@ def read_rows(sources: Sequence[str]) -> Iterator[Row]:
     """Every row of every source. Raises CorpusError for a source that is missing or not understood."""
     if not sources:
         raise CorpusError("corpus.sources is empty: name files, directories, globs or URLs")
-    for filesystem, path in _all_files(sources):
+    for filesystem, path in data_files(sources):
         yield from _rows(filesystem, path)
 
 
@@ -48,7 +48,7 @@ def fingerprint(sources: Sequence[str]) -> str:
     Raises CorpusError as read_rows does.
     """
     total = hashlib.sha256()
-    for filesystem, path in _all_files(sources):
+    for filesystem, path in data_files(sources):
         if "file" in filesystem.protocol:
             with filesystem.open(path, "rb") as file:
                 total.update(hashlib.file_digest(file, "sha256").digest())
@@ -57,8 +57,8 @@ def fingerprint(sources: Sequence[str]) -> str:
     return total.hexdigest()[:16]
 
 
-def _all_files(sources: Sequence[str]) -> list[tuple[Any, str]]:
-    """(filesystem, path) of every data file, in source order, each once."""
+def data_files(sources: Sequence[str]) -> list[tuple[Any, str]]:
+    """(filesystem, path) of every data file, in source order, each once. Raises CorpusError."""
     files = [file for source in sources for file in _files(source)]
     return list({path: (filesystem, path) for filesystem, path in files}.values())
 

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer
 from eagle3_train.corpus.account import CorpusError, Unusable
 from eagle3_train.corpus.conversation import Conversation, Message
 from eagle3_train.records import Generation, Prompt, Sample
+from eagle3_train.rundir import reading
 
 MARK = "\ue0f1"
 # What a target writes inside its own answer: never escaped there, always in the draft vocabulary.
@@ -100,19 +101,13 @@ class Renderer:
         cls, directory: str, trust_remote_code: bool, template_kwargs: dict[str, Any] | None = None
     ) -> Renderer:
         """Read the tokenizer in `directory`; its Python files run only with trust_remote_code."""
-        if not Path(directory).is_dir():
-            raise CorpusError(f"no tokenizer directory {directory}; see target.tokenizer")
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                directory, trust_remote_code=trust_remote_code, local_files_only=True
-            )
-        except (OSError, ValueError) as error:
-            raise CorpusError(f"no usable tokenizer in {directory}: {error}") from error
+        tokenizer = load_tokenizer(directory, trust_remote_code)
         stop_ids = {tokenizer.eos_token_id} - {None}
         generation = Path(directory) / "generation_config.json"
         if generation.is_file():
-            declared = json.loads(generation.read_text()).get("eos_token_id")
-            stop_ids.update(declared if isinstance(declared, list) else {declared} - {None})
+            with reading(generation):
+                declared = json.loads(generation.read_text()).get("eos_token_id")
+                stop_ids.update(declared if isinstance(declared, list) else {declared} - {None})
         if not stop_ids:
             raise CorpusError(
                 f"{directory} names no EOS token in tokenizer or generation_config.json"
@@ -270,6 +265,19 @@ class Renderer:
         steps = [normalizers.Replace(MARK, ""), clone.normalizer]
         clone.normalizer = normalizers.Sequence([step for step in steps if step is not None])
         return clone
+
+
+def load_tokenizer(directory: str, trust_remote_code: bool) -> Any:
+    """The tokenizer in `directory`. Raises CorpusError when it cannot be read."""
+    if not Path(directory).is_dir():
+        raise CorpusError(f"no tokenizer directory {directory}; see target.tokenizer")
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=trust_remote_code, local_files_only=True
+        )
+    except Exception as error:  # whatever the files, or their Python, make it raise
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise CorpusError(f"no usable tokenizer in {directory}: {kind}{error}") from error
 
 
 def rollout_sample(prompt: Prompt, generation: Generation, max_len: int) -> Sample:

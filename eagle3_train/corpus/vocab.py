@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import safetensors
 import safetensors.numpy
 
 from eagle3_train.records import Sample
-from eagle3_train.rundir import write_atomic
+from eagle3_train.rundir import reading, write_atomic
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,20 @@ class DraftVocab:
     def target_ids(self) -> npt.NDArray[np.int64]:
         """Target token of each draft token, int64 [draft_vocab], increasing."""
         return self.d2t + np.arange(len(self.d2t))
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of the tokens; weights carry that of the vocabulary they belong to."""
+        return hashlib.sha256(self.target_ids.tobytes()).hexdigest()[:16]
+
+    def check_weights(self, path: Path) -> None:
+        """Raise ValueError unless the drafter weights in `path` belong to this vocabulary."""
+        with reading(path), safetensors.safe_open(path, framework="numpy") as file:
+            if (file.metadata() or {}).get("vocabulary") != self.fingerprint:
+                raise ValueError(
+                    f"{path} belongs to another draft vocabulary than this run's; give the run a new name, or "
+                    f"delete {path.parent} too and train again"
+                )
 
     @staticmethod
     def build(
@@ -92,17 +107,12 @@ class DraftVocab:
     @staticmethod
     def load(path: Path, tokenizer: str) -> DraftVocab:
         """Read and validate. Raises ValueError when it is invalid or was built for another tokenizer."""
-        try:
-            with safetensors.safe_open(path, framework="numpy") as file:
-                metadata = file.metadata() or {}
-                d2t, t2d = file.get_tensor("d2t"), file.get_tensor("t2d")
-        except safetensors.SafetensorError as error:
-            raise ValueError(
-                f"{path} is not a draft vocabulary: {error}; delete it and build again"
-            ) from error
-        if metadata["tokenizer"] != tokenizer:
-            raise ValueError(
-                f"{path} was built for tokenizer and template {metadata['tokenizer']}, not {tokenizer}; "
-                "delete it and build again"
-            )
-        return DraftVocab(d2t, t2d, json.loads(metadata["coverage"]), tokenizer)
+        with reading(path), safetensors.safe_open(path, framework="numpy") as file:
+            metadata = file.metadata()
+            if metadata["tokenizer"] != tokenizer:
+                raise ValueError(
+                    f"{path} was built for tokenizer and template {metadata['tokenizer']}, not {tokenizer}; put "
+                    "those back, or give the run a new name"
+                )
+            coverage = json.loads(metadata["coverage"])
+            return DraftVocab(file.get_tensor("d2t"), file.get_tensor("t2d"), coverage, tokenizer)

@@ -150,7 +150,7 @@ def _ships_fitting_code(facts: TargetFacts) -> bool:
         if key.startswith("AutoModel"):
             file = facts.path / f"{module.rpartition('--')[2].split('.')[0]}.py"
             fits = r"_supports_(attention_backend|sdpa|flex_attn)\s*=\s*True"
-            return not file.is_file() or bool(re.search(fits, file.read_text()))
+            return not file.is_file() or bool(re.search(fits, file.read_text(errors="replace")))
     return False
 
 

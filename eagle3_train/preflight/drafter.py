@@ -16,6 +16,7 @@ from eagle3_train.drafter.checkpoint_format import (
 )
 from eagle3_train.engines.resolve import EngineIndex, Resolution, tapped_boundaries
 from eagle3_train.preflight.check import Check, attempt
+from eagle3_train.rundir import reading
 from eagle3_train.target.derive import drafter_rope, drafter_spec
 from eagle3_train.target.facts import TargetFacts, resolve_boundaries
 
@@ -69,8 +70,9 @@ def _initial_boundaries(config: JobConfig, num_layers: int) -> tuple[int, ...] |
     """Boundaries of the warm-start checkpoint; None without one."""
     if config.drafter.init_from is None:
         return None
-    ids = read_checkpoint(Path(config.drafter.init_from))[3]
-    return resolve_boundaries(ids, num_layers)[:-1]
+    directory = Path(config.drafter.init_from)
+    with reading(directory):
+        return resolve_boundaries(read_checkpoint(directory).boundaries, num_layers)[:-1]
 
 
 def rope(config: JobConfig, facts: TargetFacts) -> Check:

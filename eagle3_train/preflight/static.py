@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from eagle3_train.config import JobConfig
-from eagle3_train.corpus.account import CorpusError
-from eagle3_train.corpus.render import Renderer
-from eagle3_train.corpus.vocab import DraftVocab
 from eagle3_train.engines.resolve import EngineIndex, Resolution, resolve_target
 from eagle3_train.preflight.check import Check, attempt
 from eagle3_train.preflight.drafter import boundaries, drafter, positions, rope
-from eagle3_train.rundir import RunDir
+from eagle3_train.preflight.text import corpus, own_code, tokenizer
 from eagle3_train.target.facts import TargetFacts
 from eagle3_train.target.weights import locate_frozen, refuse_nonlinear_head
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
+# A tail of an architecture's name says what kind of model it is not.
+_NO_LANGUAGE_MODEL = re.compile(r"(Classification|QuestionAnswering|MaskedLM|RewardModel)$")
 
 
 def static_checks(
@@ -33,6 +32,7 @@ def static_checks(
         boundaries(config, facts, [captures, *serves]),
         head(facts),
         *weights(facts),
+        corpus(config),
         *tokenizer(config, facts),
         rope(config, facts),
         *drafter(config, facts, engines),
@@ -54,7 +54,13 @@ def target(facts: TargetFacts) -> Check:
     ]
     name = ", ".join(facts.architectures) or "no architecture named"
     sizes = f"{facts.num_layers} layers, hidden {facts.hidden_size}, vocabulary {facts.vocab_size}"
-    return Check("target", "ok", "; ".join([name + wraps, sizes, *filter(None, kinds)]))
+    reason = "; ".join([name + wraps, sizes, *filter(None, kinds)])
+    if any(map(_NO_LANGUAGE_MODEL.search, facts.architectures)):
+        return Check("target", "fail", f"{reason}: writes no text", "name a language model")
+    if facts.quantisation and facts.quantised_bits is None:
+        fix = "compare the plan's memory with the size of its files"
+        return Check("target", "warn", f"{reason}; how many bits is not known", fix)
+    return Check("target", "ok", reason)
 
 
 def engine_class(facts: TargetFacts, found: Resolution) -> Check:
@@ -86,25 +92,30 @@ def remote_code(config: JobConfig, facts: TargetFacts, found: Resolution) -> Che
         return Check(
             "remote_code",
             "fail",
-            f"the model would execute {', '.join(sorted(set(map(str, facts.auto_map.values()))))}",
+            f"the model would execute {', '.join(sorted(set(facts.auto_map.values())))}",
             "read those files, then set target.trust_remote_code=true",
         )
     if config.target.trust_remote_code:
         return Check("remote_code", "warn", "target.trust_remote_code=true: its files may run")
+    if code := own_code(Path(config.target.tokenizer or facts.path), "AutoTokenizer"):
+        reason = f"the model needs no code of its own; its tokenizer's, {code}, is not run"
+        return Check("remote_code", "warn", reason, "see the tokenizer check")
     ships = "its own files are not executed" if facts.auto_map else "it ships none"
     return Check("remote_code", "ok", f"no remote code needed; {ships}")
 
 
 def capture(config: JobConfig, found: Resolution, serves: Sequence[Resolution]) -> Check:
     """Whether the engine can hand out the target's hidden states."""
-    name = found.resolved_class.rpartition(".")[2] or "the target"
+    name = found.resolved_class.rpartition(".")[2]
     if found.supports_eagle3:
         return Check("capture", "ok", f"{name} supports EAGLE-3 capture")
-    if found.resolved_class and config.target.tap_by_hooks == name:
+    if name and config.target.tap_by_hooks == name:
         reason = f"{name} has no taps; forward hooks read its layers, by target.tap_by_hooks"
         if not config.engine.enforce_eager:
             return Check("capture", "fail", reason, "set engine.enforce_eager=true")
         return Check("capture", "warn", reason, "run --depth live, which proves the layers")
+    if not found.resolved_class:
+        return Check("capture", "fail", "no class to tap", "see engine_class")
     able = [f"{other.engine} {other.version}" for other in serves if other.supports_eagle3]
     reason = f"{name} in {found.engine} {found.version} does not implement SupportsEagle3, so its layers cannot be tapped"
     if able:
@@ -153,65 +164,7 @@ def weights(facts: TargetFacts) -> list[Check]:
         tied = "; the head is tied to the embedding" if facts.tie_word_embeddings else ""
         return f"{names}: plain and complete{tied}"
 
-    return [attempt("weights", "use a checkpoint that leaves them unquantised", describe)]
-
-
-def tokenizer(config: JobConfig, facts: TargetFacts) -> list[Check]:
-    """Tokenizer, chat template and draft vocabulary: present, the target's own, and of one age."""
-    directory = Path(config.target.tokenizer or facts.path)
-    if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
-        verdict = Check(
-            "tokenizer", "fail", f"{directory} holds no tokenizer", "set target.tokenizer"
-        )
-        if facts.weight_bytes is None:
-            verdict = Check("tokenizer", "warn", verdict.reason, "unchecked until it is downloaded")
-        return [verdict]
-    try:
-        renderer = Renderer.load(
-            str(directory), config.target.trust_remote_code, config.corpus.template_kwargs
-        )
-    except CorpusError as error:
-        return [Check("tokenizer", "fail", str(error), "see target.tokenizer")]
-    return [
-        _same_tokenizer(renderer, config, facts),
-        Check("chat_template", "ok", f"present; answers stop at {sorted(renderer.stop_ids)}"),
-        draft_vocabulary(config, facts, renderer),
-    ]
-
-
-def _same_tokenizer(renderer: Renderer, config: JobConfig, facts: TargetFacts) -> Check:
-    highest = max(renderer.tokenizer.get_vocab().values())
-    fix = "point target.tokenizer at the target's own tokenizer"
-    if highest >= facts.vocab_size:
-        reason = f"wrong tokenizer: it has id {highest}, the target's vocabulary ends at {facts.vocab_size - 1}"
-        return Check("tokenizer", "fail", reason, fix)
-    own = any((facts.path / name).is_file() for name in _TOKENIZER_FILES)
-    if own and config.target.tokenizer is not None:
-        other = Renderer.load(str(facts.path), config.target.trust_remote_code)
-        if other.tokenizer.get_vocab() != renderer.tokenizer.get_vocab():
-            reason = f"wrong tokenizer: {config.target.tokenizer} and {facts.path} number tokens differently"
-            return Check("tokenizer", "fail", reason, fix)
-    return Check("tokenizer", "ok", f"{highest + 1} ids of {facts.vocab_size}")
-
-
-def draft_vocabulary(config: JobConfig, facts: TargetFacts, renderer: Renderer) -> Check:
-    """Whether an existing draft vocabulary belongs to this tokenizer, size and target."""
-    file, size = RunDir(config.run_path).draft_vocab, config.drafter.draft_vocab_size
-    if size is None:
-        return Check("draft_vocabulary", "ok", "the whole vocabulary")
-    if not file.is_file():
-        return Check("draft_vocabulary", "ok", f"{size} tokens, chosen after the rollout")
-
-    def describe() -> str:
-        vocab = DraftVocab.load(file, renderer.fingerprint)
-        if (len(vocab.d2t), len(vocab.t2d)) != (size, facts.vocab_size):
-            raise ValueError(
-                f"stale d2t: {file} maps {len(vocab.d2t)} of {len(vocab.t2d)} tokens, the job has {size} of "
-                f"{facts.vocab_size}"
-            )
-        return f"{size} tokens, covering {vocab.coverage}"
-
-    return attempt("draft_vocabulary", f"delete {file} and run the rollout again", describe)
+    return [attempt("weights", "download the checkpoint again, or use another", describe)]
 
 
 def tensor_parallel(config: JobConfig, facts: TargetFacts) -> Check:

@@ -15,6 +15,7 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 
 from eagle3_train.config import StateType
+from eagle3_train.rundir import reading
 
 Config = Mapping[str, Any]
 
@@ -41,6 +42,11 @@ _PLUS_ONE_NORMS = (
     *("gemma", "gemma2", "gemma3_text"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
+# When the config does not say; a group of weights shares a scale.
+_QUANTISED_BITS = {
+    **{"fp8": 8.0, "fbgemm_fp8": 8.0, "mxfp4": 4.25},
+    **dict.fromkeys(("awq", "gptq", "bitsandbytes", "compressed-tensors"), 4.5),
+}
 # Llama-4 calls the expert width intermediate_size and the dense one intermediate_size_mlp.
 _DENSE_WIDTHS = (
     *("intermediate_size_mlp", "intermediate_size", "ffn_hidden_size"),
@@ -75,8 +81,9 @@ class TargetFacts:
 
     intermediate_size is the dense MLP's width. rope: rope_parameters of transformers 5 for full attention, which
     turn a share partial_rotary_factor of each head. logit_scale multiplies the logits, logit_softcap squashes
-    them, norm_kind is the final norm ("rms", "rms_plus_one" = (1 + w), "layer"). weight_bytes is None when the
-    directory holds no safetensors.
+    them, norm_kind is the final norm ("rms", "rms_plus_one" = (1 + w), "layer"). quantised_bits: of a quantised
+    weight with its scales; None for a kind this project cannot size. weight_bytes is None when the directory holds no
+    safetensors. special_ids: BOS and EOS.
     """
 
     path: Path
@@ -97,12 +104,14 @@ class TargetFacts:
     mla: MlaFacts | None
     moe: MoeFacts | None
     quantisation: str | None
-    auto_map: Config
+    quantised_bits: float | None
+    auto_map: dict[str, str]
     is_multimodal: bool
     dtype: str
     logit_scale: float
     logit_softcap: float | None
     norm_kind: str
+    special_ids: tuple[int, ...]
     weight_bytes: int | None
 
 
@@ -126,33 +135,33 @@ def locate(path: str | Path) -> Path:
 def read_facts(path: str | Path) -> TargetFacts:
     """Facts of the target at `path` (see `locate`). Raises ValueError naming what is missing."""
     directory = locate(path)
-    try:
+    with reading(directory / "config.json"):
         config = json.loads((directory / "config.json").read_text())
-    except ValueError as error:
-        raise ValueError(f"{directory}/config.json is not valid JSON: {error}") from error
-    return facts_from(config, directory)
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds a {type(config).__name__}, not the settings of a model")
+        return facts_from(config, directory)
 
 
 def facts_from(config: Config, directory: Path) -> TargetFacts:
-    """Facts of an already parsed config.json that lies in `directory`."""
+    """Facts of an already parsed config.json that lies in `directory`. Raises ValueError, among others."""
     text = _text_config(config)
     kind = str(text.get("model_type") or config.get("model_type") or "")
     values = {**_FAMILY_DEFAULTS.get(kind, {}), **{k: v for k, v in text.items() if v is not None}}
     hidden = _size(values, directory, "hidden_size", "n_embd", "d_model")
     heads = _size(values, directory, "num_attention_heads", "n_head", "num_heads")
     num_layers = _size(values, directory, "num_hidden_layers", "n_layer", "num_layers")
-    head_dim = int(values.get("head_dim") or hidden // heads)
+    head_dim = _first(values, "head_dim") or hidden // heads
     tied = values.get("tie_word_embeddings", config.get("tie_word_embeddings", False))
-    quantisation = values.get("quantization_config") or config.get("quantization_config") or {}
+    quantised = _section(values, "quantization_config") or _section(config, "quantization_config")
     return TargetFacts(
         path=directory,
-        architectures=tuple(config.get("architectures") or ()),
-        text_architectures=tuple(text.get("architectures") or ()) if text is not config else (),
+        architectures=_names(config.get("architectures")),
+        text_architectures=_names(text.get("architectures")) if text is not config else (),
         hidden_size=hidden,
         num_layers=num_layers,
         vocab_size=_size(values, directory, "vocab_size"),
         num_heads=heads,
-        num_kv_heads=int(values.get("num_key_value_heads") or heads),
+        num_kv_heads=_first(values, "num_key_value_heads") or heads,
         head_dim=head_dim,
         intermediate_size=_size(values, directory, *_DENSE_WIDTHS),
         rms_norm_eps=float(values.get("rms_norm_eps") or values.get("layer_norm_eps") or 1e-6),
@@ -160,10 +169,11 @@ def facts_from(config: Config, directory: Path) -> TargetFacts:
         partial_rotary_factor=_partial_rotary_factor(values, head_dim),
         max_position_embeddings=_size(values, directory, "max_position_embeddings", "n_positions"),
         tie_word_embeddings=bool(tied),
-        mla=_mla(values),
+        mla=_mla(values, directory),
         moe=_moe(values),
-        quantisation=quantisation.get("quant_method"),
-        auto_map=dict(config.get("auto_map") or {}),
+        quantisation=str(quantised.get("quant_method") or "unnamed") if quantised else None,
+        quantised_bits=_quantised_bits(quantised),
+        auto_map=code_map(config),
         is_multimodal=text is not config,
         dtype=str(
             values.get("dtype") or values.get("torch_dtype") or config.get("torch_dtype") or ""
@@ -171,6 +181,7 @@ def facts_from(config: Config, directory: Path) -> TargetFacts:
         logit_scale=_logit_scale(values, hidden),
         logit_softcap=values.get("final_logit_softcapping"),
         norm_kind=_norm_kind(values, kind),
+        special_ids=_special_ids(values),
         weight_bytes=weight_bytes(directory),
     )
 
@@ -207,9 +218,9 @@ def weight_bytes(directory: Path) -> int | None:
     """Bytes of the safetensors weights, from the index or the files; None when there are none."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        total = json.loads(index.read_text()).get("metadata", {}).get("total_size")
-        if total:
-            return int(total)
+        with reading(index):
+            if total := _first(_section(json.loads(index.read_text()), "metadata"), "total_size"):
+                return total
     sizes = [file.stat().st_size for file in directory.glob("*.safetensors")]
     return sum(sizes) if sizes else None
 
@@ -222,9 +233,44 @@ def _text_config(config: Config) -> Config:
     return config
 
 
+def code_map(config: Config) -> dict[str, str]:
+    """A config's auto_map: Auto class -> "file.Class" of the model's own Python; the first of several."""
+    found = _section(config, "auto_map").items()
+    several = {key: [value] if isinstance(value, str) else value or [] for key, value in found}
+    first = {key: next(filter(None, values), None) for key, values in several.items()}
+    return {key: str(value) for key, value in first.items() if value}
+
+
+def _section(config: Config, key: str) -> Config:
+    """A mapping inside a config, empty when absent. Raises ValueError for anything else."""
+    found = config.get(key) or {}
+    if not isinstance(found, dict):
+        raise ValueError(f"{key} should be a mapping, got {found!r:.80}")
+    return found
+
+
+def _names(value: str | list[str] | None) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value or ())
+
+
+def _special_ids(values: Config) -> tuple[int, ...]:
+    found = [values.get("bos_token_id"), values.get("eos_token_id")]
+    flat = [id for ids in found for id in (ids if isinstance(ids, list) else [ids])]
+    return tuple(id for id in flat if isinstance(id, int))
+
+
+def _quantised_bits(quantised: Config) -> float | None:
+    """Bits of a quantised weight, scales included; None when its kind does not say."""
+    groups = _section(quantised, "config_groups").values()
+    named = [_first(_section(group, "weights"), "num_bits") for group in groups]
+    bits = 8 if quantised.get("load_in_8bit") else _first(quantised, "bits", "w_bit")
+    bits = bits or max(named, default=0)
+    return bits + 0.5 if bits else _QUANTISED_BITS.get(str(quantised.get("quant_method")))
+
+
 def _size(values: Config, directory: Path, *names: str) -> int:
     size = _first(values, *names)
-    if not size:
+    if size <= 0:
         raise ValueError(
             f"{directory}/config.json names no {names[0]}: not a decoder-only language model this project knows"
         )
@@ -233,7 +279,7 @@ def _size(values: Config, directory: Path, *names: str) -> int:
 
 def _raw_rope(values: Config) -> Config:
     """RoPE of full attention, from transformers 5's rope_parameters or the legacy rope_scaling."""
-    raw: Config = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    raw = _section(values, "rope_parameters") or _section(values, "rope_scaling")
     per_type = raw.get("full_attention")
     return per_type if isinstance(per_type, dict) else raw
 
@@ -248,6 +294,9 @@ def _rope(values: Config) -> dict[str, Any]:
     # The drafter reads text: the image axes of mRoPE collapse onto one position.
     left_out = ("type", "partial_rotary_factor", *(key for key in raw if key.startswith("mrope")))
     own = {k: v for k, v in raw.items() if k not in left_out and v is not None}
+    words = [k for k, v in own.items() if isinstance(v, str) and k != "rope_type"]
+    if words:
+        raise ValueError(f"RoPE: {words[0]} should be a number, got {own[words[0]]!r}")
     return own | known
 
 
@@ -257,16 +306,12 @@ def _partial_rotary_factor(values: Config, head_dim: int) -> float:
     return float(share or (rotary or head_dim) / head_dim)
 
 
-def _mla(values: Config) -> MlaFacts | None:
+def _mla(values: Config, directory: Path) -> MlaFacts | None:
     if not values.get("kv_lora_rank"):
         return None
-    return MlaFacts(
-        q_lora_rank=values.get("q_lora_rank"),
-        kv_lora_rank=int(values["kv_lora_rank"]),
-        qk_nope_head_dim=int(values["qk_nope_head_dim"]),
-        qk_rope_head_dim=int(values["qk_rope_head_dim"]),
-        v_head_dim=int(values["v_head_dim"]),
-    )
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    sizes = {name: _size(values, directory, name) for name in names}
+    return MlaFacts(q_lora_rank=values.get("q_lora_rank"), **sizes)
 
 
 def _moe(values: Config) -> MoeFacts | None:
@@ -283,8 +328,13 @@ def _moe(values: Config) -> MoeFacts | None:
 
 
 def _first(values: Config, *names: str) -> int:
-    """The first size that is named and not zero; 0 when none is."""
-    return next((int(values[name]) for name in names if values.get(name)), 0)
+    """The first size that is named and not zero; 0 when none is. Raises ValueError for what is no number."""
+    name = next((name for name in names if values.get(name)), None)
+    if name is None:
+        return 0
+    if isinstance(values[name], (int, float)):
+        return int(values[name])
+    raise ValueError(f"{name} should be a number, got {values[name]!r:.80}")
 
 
 def _logit_scale(values: Config, hidden: int) -> float:

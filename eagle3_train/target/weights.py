@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from eagle3_train.rundir import reading
 from eagle3_train.target.facts import TargetFacts, read_facts
 
 # Wrappers prefix the language model; encoders and MTP layers also hold embeddings and norms, and must not match.
@@ -88,11 +89,12 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
     """Tensor name -> file that holds it, through the safetensors index when there is one."""
     index = directory / "model.safetensors.index.json"
     if index.is_file():
-        names = json.loads(index.read_text())["weight_map"]
-        return {name: directory / file for name, file in names.items()}
+        with reading(index):
+            names = json.loads(index.read_text())["weight_map"]
+            return {name: directory / file for name, file in names.items()}
     found: dict[str, Path] = {}
     for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as stored:
+        with reading(file), safe_open(file, framework="pt") as stored:
             found.update(dict.fromkeys(stored.keys(), file))
     if not found:
         raise ValueError(
@@ -109,13 +111,13 @@ def _locate(
     plain = [name for name in names if name.endswith(".weight")]
     if len(plain) != 1:
         raise ValueError(
-            f"expected one {what} weight, found {sorted(names)}: quantised (no plain .weight) or an unknown "
-            "layout; the trainer needs it unquantised"
+            f"expected one plain {what} weight, found {', '.join(sorted(names)) or 'none'}; the trainer "
+            "needs it, unquantised: use a complete checkpoint that leaves it so"
         )
     name, file = plain[0], files[plain[0]]
     if not file.is_file():
         raise ValueError(f"{file} is named by the index but absent; download it, it holds {name}")
-    with safe_open(file, framework="pt") as stored:
+    with reading(file), safe_open(file, framework="pt") as stored:
         view = stored.get_slice(name)
         stored_shape, stored_type = tuple(view.get_shape()), str(view.get_dtype())
     if stored_type not in ("F64", "F32", "F16", "BF16"):

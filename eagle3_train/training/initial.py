@@ -44,9 +44,16 @@ def frozen_target(config: JobConfig, dtype: torch.dtype) -> FrozenTarget:
     """The target's tensors and the run's draft vocabulary, on CPU."""
     if spec_of(config).full_vocab:
         return _frozen(config, dtype, None)
-    path = RunDir(config.run_path).draft_vocab
-    vocab = DraftVocab.load(path, renderer_of(config).fingerprint)
-    return _frozen(config, dtype, torch.from_numpy(vocab.d2t))
+    return _frozen(config, dtype, torch.from_numpy(_vocab(config).d2t))
+
+
+def _vocab(config: JobConfig) -> DraftVocab:
+    """The run's draft vocabulary. Raises ValueError when its weights began with another one."""
+    run = RunDir(config.run_path)
+    vocab = DraftVocab.load(run.draft_vocab, renderer_of(config).fingerprint)
+    if run.initial_weights.exists():
+        vocab.check_weights(run.initial_weights)
+    return vocab
 
 
 def read_drafter(
@@ -73,7 +80,10 @@ def _frozen(config: JobConfig, dtype: torch.dtype, d2t: Tensor | None) -> Frozen
 
 
 def write_initial(config: JobConfig, train: list[Sample]) -> None:
-    """Write the draft vocabulary and the initial weights, unless an earlier attempt has."""
+    """Write the draft vocabulary and the initial weights, unless an earlier attempt has.
+
+    Raises ValueError when what was trained so far belongs to another draft vocabulary.
+    """
     run, spec = RunDir(config.run_path), spec_of(config)
     warm = (
         read_checkpoint(Path(config.drafter.init_from), spec) if config.drafter.init_from else None
@@ -81,8 +91,14 @@ def write_initial(config: JobConfig, train: list[Sample]) -> None:
     if not spec.full_vocab and not run.draft_vocab.exists():
         vocab = _vocabulary(config, spec, train, warm.d2t if warm else None)
         vocab.save(run.draft_vocab)
+    vocabulary = None if spec.full_vocab else _vocab(config)
     if run.initial_weights.exists():
         return
+    if any(run.train_storage.glob("*/checkpoint_*")):
+        raise ValueError(
+            f"{run.train_storage} holds checkpoints but not the weights they began with; give the run a new "
+            f"name, or delete {run.train_storage}"
+        )
     drafter = Eagle3Drafter(spec)
     frozen = frozen_target(config, torch.float32)
     init_from_target(drafter, frozen, torch.Generator().manual_seed(config.train.seed))
@@ -90,7 +106,8 @@ def write_initial(config: JobConfig, train: list[Sample]) -> None:
         drafter.load_state_dict(warm.weights, strict=False)
     run.initial_weights.parent.mkdir(parents=True, exist_ok=True)
     temporary = run.initial_weights.with_suffix(".tmp")
-    save_file({name: tensor.detach() for name, tensor in drafter.state_dict().items()}, temporary)
+    weights = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
+    save_file(weights, temporary, {"vocabulary": vocabulary.fingerprint if vocabulary else "all"})
     temporary.replace(run.initial_weights)
 
 

@@ -78,7 +78,7 @@ def test_a_broken_vocabulary_is_refused(
     with pytest.raises(ValueError, match=message):
         DraftVocab.load(tmp_path / "v", "tok")
     (tmp_path / "v").write_bytes(b"junk")
-    with pytest.raises(ValueError, match="not a draft vocabulary"):
+    with pytest.raises(ValueError, match="v cannot be used"):
         DraftVocab.load(tmp_path / "v", "tok")
 
 
