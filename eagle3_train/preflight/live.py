@@ -24,6 +24,7 @@ from eagle3_train.drafter.checkpoint import write_checkpoint
 from eagle3_train.drafter.checkpoint_format import ServedTarget
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
+from eagle3_train.engines.capture import StatesError
 from eagle3_train.engines.engine import Engine
 from eagle3_train.engines.launch import EngineError
 from eagle3_train.engines.pool import spec_for
@@ -71,19 +72,33 @@ def live_checks(config: JobConfig, facts: TargetFacts) -> list[Check]:
 
 def _checks(config: JobConfig, facts: TargetFacts) -> Iterator[Check]:
     """Engines start and stop one after the other."""
-    started = time.monotonic()
+    started, stage = time.monotonic(), "engine_start"
     try:
         spec = capture_spec(config, facts)
         answers, alone, found = captured_answers(config, facts, spec)
         yield from found
         if alone:
+            stage = "teacher_parity"
             weights = read_frozen(facts.path)
             yield teacher_parity(answers, weights, facts.rms_norm_eps, _rounding(spec))
+            stage = "chunked_prefill"
             yield from _stressed(spec, answers, alone, facts.mla is not None)
+            stage = "drafter_start"
             yield from _served(config, facts, spec, answers, weights)
-    except (EngineError, ValueError) as error:
-        yield Check("engine_start", "fail", str(error), "see docs/preflight.md")
+    except Exception as error:
+        log.debug("preflight: %s failed", stage, exc_info=True)
+        yield failure(stage, error)
     yield Check("live_time", "ok", f"{time.monotonic() - started:.0f} s")
+
+
+def failure(stage: str, error: Exception) -> Check:
+    """What an engine raised, as a failed check: `states` when they came back wrong, else the stage it ended."""
+    if isinstance(error, StatesError):
+        fix = "turn off prefix caching; check the engine version"
+        return Check("states", "fail", str(error), fix)
+    told = isinstance(error, (EngineError, ValueError))
+    reason = str(error) if told else f"{type(error).__name__}: {error}"
+    return Check(stage, "fail", reason, "see the log above, and docs/preflight.md")
 
 
 @contextmanager
@@ -157,10 +172,12 @@ def untrained_drafter(config: JobConfig, facts: TargetFacts) -> tuple[Eagle3Draf
 
 
 def _prefill(engine: Engine, answers: Sequence[Answer]) -> list[Tensor]:
-    """States of the answers' tokens, read in one go."""
+    """States of the answers' tokens, read in one go. Raises StatesError when any came back wrong."""
     pack = engine.capture([np.asarray(answer.ids[:-1], dtype=np.int32) for answer in answers])
-    whole = pack.hidden.float().clone()
+    whole, wrong = pack.hidden.float().clone(), list(pack.bad.values())
     pack.release()
+    if wrong:
+        raise StatesError(wrong[0])
     return list(torch.split(whole, [len(answer.ids) - 1 for answer in answers]))
 
 

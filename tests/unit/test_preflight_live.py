@@ -10,8 +10,11 @@ from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.spec import DrafterSpec
+from eagle3_train.engines.capture import StatesError
+from eagle3_train.engines.launch import EngineError
 from eagle3_train.engines.worker import Drafted
 from eagle3_train.preflight import states
+from eagle3_train.preflight.live import failure
 from eagle3_train.preflight.nodes import compare_versions
 from eagle3_train.target.weights import FrozenWeights
 
@@ -174,3 +177,18 @@ def test_a_node_with_other_versions_is_named():
     check = compare_versions({"10.0.0.1": same, "10.0.0.2": {**same, "ray": "2.59.0"}})
     assert check.verdict == "fail"
     assert "2.59.0 on 10.0.0.2" in check.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "name"),
+    [
+        (StatesError("61 tokens captured, 77 expected"), "states"),
+        (EngineError("vLLM died"), "drafter_start"),
+        (ValueError("the drafter does not load"), "drafter_start"),
+        (RuntimeError("CUDA out of memory"), "drafter_start"),
+    ],
+)
+def test_whatever_an_engine_raises_is_a_failed_check_of_the_right_name(error, name):
+    check = failure("drafter_start", error)
+    assert (check.name, check.verdict, bool(check.action)) == (name, "fail", True)
+    assert str(error) in check.reason
