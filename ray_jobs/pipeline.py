@@ -11,9 +11,9 @@ from ray_jobs import cli
 
 def job(config: JobConfig) -> None:
     """The engines that answer the prompts stay loaded and capture for training."""
-    preflight.require(config)
     rollout.check(config)
     cli.connect()
+    preflight.require(config)
     if not (rollout.is_complete(config) and train.is_complete(config)):
         with cli.engines(config, capture=True) as pool:
             with stage_timer(config, "rollout"):

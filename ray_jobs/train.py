@@ -12,8 +12,8 @@ def job(config: JobConfig) -> None:
         log.info("train: already complete")
         return
     train.check(config)
-    preflight.require(config)
     cli.connect()
+    preflight.require(config)
     with stage_timer(config, "train"), cli.engines(config, capture=True) as pool:
         train.run(config, pool)
 

@@ -24,6 +24,14 @@ def versions_here() -> dict[str, str]:
     return found
 
 
+def connected_nodes() -> tuple[tuple[int, float | None], ...]:
+    """(GPUs, CPUs) of each alive node of the connected cluster; empty without one."""
+    if not ray.is_initialized():
+        return ()
+    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return tuple((int(node.get("GPU", 0)), node.get("CPU", 0.0)) for node in found)
+
+
 def node_versions() -> Check:
     """Ask every alive node of the connected cluster."""
     ask = ray.remote(versions_here)

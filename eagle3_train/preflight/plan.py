@@ -13,12 +13,12 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from eagle3_train.config import JobConfig
 from eagle3_train.drafter.checkpoint_format import expected_tensors
 from eagle3_train.drafter.spec import DrafterSpec
+from eagle3_train.preflight import placement
 from eagle3_train.preflight.check import Check
+from eagle3_train.preflight.placement import Cluster, Placement, cluster_of, place
 from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import TargetFacts, bytes_per_token, resolve_boundaries
 
@@ -34,7 +34,7 @@ _ENGINE_OVERHEAD = 3 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Numbers of a run, in bytes and tokens; per GPU where it says so. gpus 0: a CPU cluster."""
+    """Numbers of a run, in bytes and tokens; per GPU where it says so. What depends on an unknown is None."""
 
     bytes_per_token: int
     dump_bytes: int
@@ -52,8 +52,8 @@ class Plan:
     checkpoint_bytes: int
     engine_gpus: float
     train_gpus: float
-    gpus: int
-    gpu_memory: int
+    cluster: Cluster
+    placed: Placement | None
     capture_hours: float | None
     train_hours: float | None
 
@@ -65,13 +65,13 @@ def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
     taps = len(resolve_boundaries(config.drafter.aux_layers, facts.num_layers))
     row = bytes_per_token(facts.hidden_size, taps, config.stream.dtype)
     tokens = _samples(config) * (config.preflight.mean_tokens or config.corpus.max_len)
-    gpus_per_node, gpu_memory = _gpus(config)
+    cluster = cluster_of(config)
     itemsize = _itemsize(engine.dtype)
     weights = (facts.weight_bytes or estimated_weight_bytes(facts)) // engine.tensor_parallel
     kv = _kv_per_token(facts, engine.tensor_parallel, itemsize)
     states = facts.hidden_size * taps * itemsize
     fixed = weights + _engine_working_bytes(config, facts, itemsize)
-    room = int(gpu_memory * engine.gpu_memory_utilization) - fixed
+    room = int((cluster.gpu_memory or 0) * engine.gpu_memory_utilization) - fixed
     cache = engine.kv_cache_bytes or max(room, 0)
     parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
     states_of_training, activations, frozen = _trainer_bytes(config, facts, spec, parameters, row)
@@ -94,8 +94,8 @@ def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
         checkpoint_bytes=(train.keep_checkpoints + 1) * 12 * parameters,
         engine_gpus=engine.replicas * engine.tensor_parallel * engine.gpus_per_worker,
         train_gpus=train.workers * train.gpus_per_worker,
-        gpus=config.preflight.nodes * gpus_per_node,
-        gpu_memory=gpu_memory,
+        cluster=cluster,
+        placed=place(config, cluster),
         capture_hours=_hours(
             tokens * captures, config.preflight.capture_tokens_per_s, engine.replicas
         ),
@@ -110,9 +110,9 @@ def plan_checks(config: JobConfig, facts: TargetFacts, plan: Plan, package: Path
     return [
         _dump(config, plan),
         _stream(plan),
-        _placement(config, plan),
+        placement.check(config, plan.cluster, plan.placed),
         _engine_memory(config, facts, plan),
-        _trainer_memory(config, plan),
+        _trainer_memory(plan),
         _disk(config, plan),
         _package(package),
         _rates(config, plan),
@@ -168,15 +168,6 @@ def _itemsize(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
 
-def _gpus(config: JobConfig) -> tuple[int, int]:
-    """(GPUs of a node, bytes of one)."""
-    count, memory = config.preflight.gpus_per_node, config.preflight.gpu_memory_bytes
-    present = torch.cuda.device_count()
-    if memory is None and present:
-        memory = torch.cuda.get_device_properties(0).total_memory
-    return present if count is None else count, memory or 0
-
-
 def _kv_per_token(facts: TargetFacts, tp: int, itemsize: int) -> int:
     """KV-cache bytes of one token on one GPU; MLA's latent is replicated, heads are divided."""
     if facts.mla is not None:
@@ -230,47 +221,32 @@ def _stream(plan: Plan) -> Check:
     return Check("stream_budget", "ok", reason)
 
 
-def _placement(config: JobConfig, plan: Plan) -> Check:
-    wanted = plan.engine_gpus + plan.train_gpus
-    if not wanted:
-        return Check("placement", "ok", "engines and trainers run on CPU")
-    reason = (
-        f"engines reserve {plan.engine_gpus:g} and trainers {plan.train_gpus:g} of {plan.gpus} GPUs"
-    )
-    per_node = plan.gpus // config.preflight.nodes
-    if config.engine.tensor_parallel > per_node:
-        fix = "a replica sits on one node: lower engine.tensor_parallel"
-        return Check(
-            "placement",
-            "fail",
-            f"engine.tensor_parallel={config.engine.tensor_parallel} exceeds the {per_node} GPUs of a node",
-            fix,
-        )
-    if wanted > plan.gpus + 1e-6:
-        fix = (
-            "lower engine.replicas or train.workers, share GPUs (gpus_per_worker < 1), or add nodes"
-        )
-        return Check("placement", "fail", reason, fix)
-    return Check("placement", "ok", reason)
-
-
 def _engine_memory(config: JobConfig, facts: TargetFacts, plan: Plan) -> Check:
     if not plan.engine_gpus:
         return Check("engine_memory", "ok", f"weights {_size(plan.weights_per_gpu)} in host memory")
     about = "" if facts.weight_bytes else "about "
-    share = plan.gpu_memory * config.engine.gpu_memory_utilization
     reason = (
         f"weights {about}{_size(plan.weights_per_gpu)} per GPU, KV {plan.kv_per_token / 1024:.0f} KiB + states "
-        f"{plan.states_per_token / 1024:.0f} KiB per token: room for {plan.kv_tokens:,} tokens in "
-        f"{_size(share)} of {_size(plan.gpu_memory)}"
+        f"{plan.states_per_token / 1024:.0f} KiB per token"
     )
+    memory = plan.cluster.gpu_memory
+    if memory is None or plan.placed is None:
+        return Check("engine_memory", "warn", f"{reason}; the GPU is not known", placement.ASK)
+    share = memory * config.engine.gpu_memory_utilization
+    reason += f": room for {plan.kv_tokens:,} tokens in {_size(share)} of {_size(memory)}"
     fix = "raise engine.tensor_parallel or engine.gpu_memory_utilization, or lower engine.max_model_len"
     if plan.kv_tokens < config.engine.max_model_len or plan.engine_per_gpu > share:
+        return Check("engine_memory", "fail", reason, fix)
+    together = max((engines for engines, _ in plan.placed.gpus), default=0)
+    if together > 1:
+        reason += f"; {together} engines on a GPU take {_size(together * plan.engine_per_gpu)}"
+    if together * plan.engine_per_gpu > memory:
+        fix = "lower engine.gpu_memory_utilization, or raise engine.gpus_per_worker"
         return Check("engine_memory", "fail", reason, fix)
     return Check("engine_memory", "ok", reason)
 
 
-def _trainer_memory(config: JobConfig, plan: Plan) -> Check:
+def _trainer_memory(plan: Plan) -> Check:
     need = plan.trainer_per_worker
     reason = (
         f"about {_size(need)} per worker for a drafter of {plan.drafter_parameters / 1e6:,.0f} M parameters: "
@@ -279,13 +255,25 @@ def _trainer_memory(config: JobConfig, plan: Plan) -> Check:
     )
     if not plan.train_gpus:
         return Check("trainer_memory", "ok", f"{reason}, in host memory")
-    shared = 0 < config.engine.gpus_per_worker < 1 and config.train.gpus_per_worker < 1
-    left = plan.gpu_memory - (plan.engine_per_gpu if shared else 0)
-    reason += f"; {_size(left)} {'left beside the engine' if shared else 'on a GPU'}"
-    if need > left:
-        fix = "lower stream.tokens_per_pack or engine.gpu_memory_utilization, or use more train.workers"
-        return Check("trainer_memory", "fail", reason, fix)
-    return Check("trainer_memory", "ok", reason)
+    memory = plan.cluster.gpu_memory
+    if memory is None or plan.placed is None:
+        return Check("trainer_memory", "warn", f"{reason}; the GPU is not known", placement.ASK)
+    spare = [
+        (memory - engines * plan.engine_per_gpu - trainers * need, engines, trainers)
+        for engines, trainers in plan.placed.gpus
+        if trainers
+    ]
+    left, engines, trainers = min(spare, default=(memory - need, 0, 1))
+    reason += f"; {trainers} on a GPU of {_size(memory)}" + f" beside {engines} engines" * bool(
+        engines
+    )
+    if left < 0:
+        fix = (
+            "lower stream.tokens_per_pack or engine.gpu_memory_utilization, use more train.workers, or raise "
+            "train.gpus_per_worker"
+        )
+        return Check("trainer_memory", "fail", f"{reason}: {_size(-left)} too much", fix)
+    return Check("trainer_memory", "ok", f"{reason}: {_size(left)} left")
 
 
 def _disk(config: JobConfig, plan: Plan) -> Check:

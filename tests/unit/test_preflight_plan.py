@@ -9,6 +9,7 @@ import pytest
 from eagle3_train.config import JobConfig
 from eagle3_train.config_file import load_config
 from eagle3_train.preflight import plan
+from eagle3_train.preflight.placement import Cluster, check, place
 from eagle3_train.preflight.plan import (
     estimated_weight_bytes,
     make_plan,
@@ -85,12 +86,67 @@ def test_a_package_over_the_upload_limit_is_caught(tmp_path, monkeypatch):
     assert check.verdict == "fail"
 
 
-def test_more_gpus_than_there_are_and_replicas_larger_than_a_node_are_caught(tmp_path):
+@pytest.mark.parametrize(
+    ("verdict", "engine", "train", "cluster"),
+    [
+        ("fail", {}, {"workers": 8}, {}),
+        ("fail", {"tensor_parallel": 16}, {}, {"nodes": 4}),
+        ("fail", {"tensor_parallel": 8, "gpus_per_worker": 0.7}, {"gpus_per_worker": 0.3}, {}),
+        ("fail", {"gpus_per_worker": 1.5}, {}, {}),
+        ("fail", {}, {"gpus_per_worker": 1.5}, {}),
+        ("ok", {"gpus_per_worker": 2}, {}, {}),
+        # four shares of 0.6 need four GPUs
+        ("fail", {"tensor_parallel": 5}, {"workers": 4, "gpus_per_worker": 0.6}, {}),
+        ("ok", {"tensor_parallel": 4}, {"workers": 4, "gpus_per_worker": 0.6}, {}),
+        # one replica of eight fits on a node of twelve
+        ("fail", {"tensor_parallel": 8, "replicas": 4}, {}, {"nodes": 3, "gpus_per_node": 12}),
+        ("ok", {"tensor_parallel": 8, "replicas": 3}, {}, {"nodes": 3, "gpus_per_node": 12}),
+        # engines start first: two of 0.4 share a GPU, and the second trainer of 0.6 finds none
+        ("fail", {"replicas": 2, "gpus_per_worker": 0.4}, {"workers": 2, "gpus_per_worker": 0.6},
+         {"gpus_per_node": 2}),
+        ("ok", {"replicas": 2, "gpus_per_worker": 0.6}, {"workers": 2, "gpus_per_worker": 0.4},
+         {"gpus_per_node": 2}),
+    ],
+)  # fmt: skip
+def test_whole_replicas_fit_on_nodes_and_shares_on_gpus(verdict, engine, train, cluster, tmp_path):
+    job = config(tmp_path, engine=engine, train=train, preflight=cluster)
+    check = verdicts(job, facts("llama-3.1-8b", tmp_path), tmp_path)["placement"]
+    assert check.verdict == verdict
+
+
+def test_cpus_are_compared_where_they_are_known_and_a_head_without_gpus_is_no_obstacle(tmp_path):
+    cluster = Cluster(((0, 4.0), (2, 16.0)), 141_000_000_000)
+    fits = config(tmp_path, engine={"cpus": 8})
+    assert place(fits, cluster).waiting == (0, 0)
+    greedy = config(tmp_path, engine={"cpus": 500})
+    assert place(greedy, cluster).waiting == (1, 0)
+    assert check(greedy, cluster, place(greedy, cluster)).verdict == "fail"
+    on_cpu = config(tmp_path, engine={"gpus_per_worker": 0}, train={"gpus_per_worker": 0})
+    assert place(on_cpu, Cluster(((0, 2.0),), None)).waiting == (0, 0)
+
+
+def test_several_processes_on_a_gpu_share_its_memory(tmp_path):
     target = facts("llama-3.1-8b", tmp_path)
-    crowded = config(tmp_path, train={"workers": 8})
-    assert verdicts(crowded, target, tmp_path)["placement"].verdict == "fail"
-    wide = config(tmp_path, engine={"tensor_parallel": 16}, preflight={"nodes": 4})
-    assert "16" in verdicts(wide, target, tmp_path)["placement"].reason
+    engine = {"replicas": 2, "gpus_per_worker": 0.4, "gpu_memory_utilization": 0.9}
+    two = config(tmp_path, engine=engine, preflight={"gpus_per_node": 2})
+    assert verdicts(two, target, tmp_path)["engine_memory"].verdict == "fail"
+    two = config(
+        tmp_path, engine={**engine, "gpu_memory_utilization": 0.4}, preflight={"gpus_per_node": 2}
+    )
+    assert verdicts(two, target, tmp_path)["engine_memory"].verdict == "ok"
+    small = {"gpus_per_node": 2, "gpu_memory_bytes": 40_000_000_000}
+    for share, verdict in ((0.25, "fail"), (0.5, "ok")):
+        job = config(tmp_path, train={"workers": int(1 / share), "gpus_per_worker": share})
+        job = job.model_copy(update={"preflight": job.preflight.model_copy(update=small)})
+        assert verdicts(job, target, tmp_path)["trainer_memory"].verdict == verdict
+
+
+def test_an_unknown_cluster_is_asked_for_and_not_judged(tmp_path):
+    job = config(tmp_path, preflight={"gpus_per_node": None, "gpu_memory_bytes": None})
+    found = verdicts(job, facts("llama-3.1-8b", tmp_path), tmp_path)
+    for name in ("placement", "engine_memory", "trainer_memory"):
+        assert found[name].verdict == "warn"
+        assert "gpu_memory_bytes" in found[name].action
 
 
 def test_a_target_that_leaves_no_room_is_caught_and_tp_makes_room(tmp_path):
@@ -145,12 +201,12 @@ def test_colocation_leaves_the_trainer_what_the_engine_does_not_take(tmp_path):
     assert verdicts(job, target, tmp_path)["trainer_memory"].verdict == "ok"
 
 
-@pytest.mark.parametrize("name", ["kimi-k2.5", "kimi-k2.5-two-node"])
-def test_the_kimi_configurations_fit_their_clusters(name, tmp_path):
-    job = load_config([ROOT / "configs" / f"{name}.yaml"], [f"runs_dir={tmp_path}"])
-    target = facts("kimi-k2.5", tmp_path)
-    plan = make_plan(job, target)
-    plan = replace(plan, checkpoint_bytes=0)  # the cluster's disk is not this machine's
-    job = job.model_copy(update={"stream": job.stream.model_copy(update={"cache_bytes": 0})})
-    checks = plan_checks(job, target, plan, tmp_path)
-    assert [check for check in checks if check.verdict == "fail"] == []
+def test_kimi_fits_two_nodes_but_its_engine_cannot_share_gpus_on_one(tmp_path):
+    for name, failing in (("kimi-k2.5", ["placement"]), ("kimi-k2.5-two-node", [])):
+        job = load_config([ROOT / "configs" / f"{name}.yaml"], [f"runs_dir={tmp_path}"])
+        target = facts("kimi-k2.5", tmp_path)
+        plan = make_plan(job, target)
+        plan = replace(plan, checkpoint_bytes=0)  # the cluster's disk is not this machine's
+        stream = job.stream.model_copy(update={"cache_bytes": 0})
+        checks = plan_checks(job.model_copy(update={"stream": stream}), target, plan, tmp_path)
+        assert [check.name for check in checks if check.verdict == "fail"] == failing
