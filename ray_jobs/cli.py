@@ -17,14 +17,20 @@ from eagle3_train.config_file import load_config
 
 def parse(parser: argparse.ArgumentParser) -> tuple[JobConfig, argparse.Namespace]:
     """Configuration named on the command line, and the parser's own options; exits with status 2 when unusable."""
+    options, files, overrides = arguments(parser)
+    try:
+        return load_config(files, overrides), options
+    except ValueError as error:
+        return parser.exit(2, f"error: {error}\n")
+
+
+def arguments(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[Path], list[str]]:
+    """The parser's own options, the configuration files and the overrides, unread."""
     parser.add_argument("-c", "--config", nargs="+", required=True, metavar="FILE")
     options, more = parser.parse_known_args()
     files = [Path(text) for text in options.config if "=" not in text]
     overrides = [text for text in options.config if "=" in text]  # -c takes what follows it
-    try:
-        return load_config(files, overrides + [text.lstrip("-") for text in more]), options
-    except ValueError as error:
-        return parser.exit(2, f"error: {error}\n")
+    return options, files, overrides + [text.lstrip("-") for text in more]
 
 
 def run(description: str, job: Callable[[JobConfig], object]) -> None:

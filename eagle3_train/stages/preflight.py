@@ -9,7 +9,7 @@ from typing import Literal
 
 from eagle3_train.config import JobConfig
 from eagle3_train.engines.resolve import Resolution, engine_index, resolve_target
-from eagle3_train.preflight.check import Check, failed, table
+from eagle3_train.preflight.check import NAMES, Check, failed, table
 from eagle3_train.preflight.plan import Plan, make_plan, plan_checks
 from eagle3_train.preflight.static import static_checks
 from eagle3_train.rundir import RunDir, write_atomic
@@ -22,8 +22,9 @@ LOG_EVERY_S = 30.0
 
 @dataclass(slots=True)
 class Report:
-    """What preflight found; `depths` holds the checks of each depth that ran."""
+    """What preflight found; `depths` holds the checks of each depth that ran, `skip` is preflight.skip."""
 
+    skip: tuple[str, ...] = ()
     depths: dict[str, list[Check]] = field(default_factory=dict)
     engines: list[Resolution] = field(default_factory=list)
     boundaries: tuple[int, ...] = ()
@@ -34,11 +35,19 @@ class Report:
         """Every check, in order."""
         return [check for checks in self.depths.values() for check in checks]
 
-    def blocking(self, config: JobConfig) -> list[Check]:
+    @property
+    def blocking(self) -> list[Check]:
         """Failed checks that preflight.skip does not name."""
-        return [
-            c for c in self.checks if c.verdict == "fail" and c.name not in config.preflight.skip
-        ]
+        return [c for c in self.checks if c.verdict == "fail" and c.name not in self.skip]
+
+    def summary(self) -> str:
+        """What failed, and what preflight.skip lets pass."""
+        names = failed(self.checks)
+        blocking = [name for name in names if name not in self.skip]
+        skipped = [name for name in names if name in self.skip]
+        lines = [f"failed: {', '.join(blocking)}"] if blocking else []
+        lines += [f"failed, but preflight.skip names it: {', '.join(skipped)}"] if skipped else []
+        return "; ".join(lines) or "nothing failed"
 
     def json(self) -> str:
         """The report for machines."""
@@ -68,7 +77,12 @@ def run(config: JobConfig, depth: Depth, package: Path) -> Report:
 
     The live depth does not start when an earlier check blocks.
     """
-    report = Report()
+    report = Report(config.preflight.skip)
+    unknown = sorted(set(report.skip) - NAMES)
+    if unknown:
+        reason = f"preflight.skip names no check: {', '.join(unknown)}"
+        fix = f"it may name {', '.join(sorted(NAMES))}"
+        report.depths["configuration"] = [Check("configuration", "fail", reason, fix)]
     try:
         facts = read_facts(config.target.path)
     except ValueError as error:
@@ -84,14 +98,30 @@ def run(config: JobConfig, depth: Depth, package: Path) -> Report:
     engines = [captures] if serves is None else [captures, serves]
     report.engines = [resolve_target(facts, index) for index in engines]
     report.depths["static"] = static_checks(config, facts, engines)
-    if not {"boundaries", "drafter"} & set(failed(report.checks)):
+    if serves is None:
+        reason = f"no shipped table knows SGLang {config.preflight.sglang_version}"
+        fix = "name a version of eagle3_train/engines/*.json in preflight.sglang_version"
+        report.depths["static"].append(Check("serve_sglang", "fail", reason, fix))
+    try:
         report.boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
         report.plan = make_plan(config, facts)
         if depth != "static":
             report.depths["plan"] = plan_checks(config, facts, report.plan, package)
-    if depth == "live" and not report.blocking(config):
+    except ValueError as error:
+        if depth != "static":
+            reason = f"left out, so neither memory nor the stream's budget is checked: {error}"
+            fix = "repair what the static depth names"
+            report.depths["plan"] = [Check("plan", "fail", reason, fix)]
+    if depth == "live" and not report.blocking:
         report.depths["live"] = _live(config, facts)
     return report
+
+
+def unusable(reason: str) -> Report:
+    """The report on a configuration that cannot be read."""
+    return Report(
+        depths={"configuration": [Check("configuration", "fail", reason, "see docs/config.md")]}
+    )
 
 
 def _live(config: JobConfig, facts: TargetFacts) -> list[Check]:
@@ -131,10 +161,9 @@ def require(config: JobConfig) -> None:
     for check in report.checks:
         if check.verdict != "ok":
             log.warning("preflight: %s: %s -> %s", check.name, check.reason, check.action)
-    blocking = report.blocking(config)
-    if blocking:
-        reasons = "; ".join(f"{c.name}: {c.reason} -> {c.action}" for c in blocking)
+    if report.blocking:
+        reasons = "; ".join(f"{c.name}: {c.reason} -> {c.action}" for c in report.blocking)
         raise ValueError(
             f"preflight failed: {reasons}. Fix it, or name the check in preflight.skip"
         )
-    log.info("preflight: %d checks, none failed", len(report.checks))
+    log.info("preflight: %d checks: %s", len(report.checks), report.summary())

@@ -1,11 +1,17 @@
 """The command line as a user runs it: what it imports, prints, writes and returns."""
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
+from eagle3_train.preflight.check import NAMES
+from eagle3_train.stages import preflight
+from ray_jobs.preflight import main
 from tests.unit.test_preflight_static import config, target
 
 __all__ = ["target"]
@@ -19,6 +25,13 @@ def written(folder, **sections):
     file = folder / "job.yaml"
     file.write_text(yaml.safe_dump(job.model_dump(mode="json")))
     return file
+
+
+def report_of(arguments, monkeypatch, capsys):
+    """(exit status, what was printed)."""
+    monkeypatch.setattr(sys, "argv", ["preflight.py", *map(str, arguments)])
+    status = main()
+    return status, capsys.readouterr().out
 
 
 def test_the_static_depth_imports_no_engine_no_ray_and_no_model_code(target, tmp_path):
@@ -37,3 +50,63 @@ def test_the_static_depth_imports_no_engine_no_ray_and_no_model_code(target, tmp
     heavy = ("ray", "vllm", "wandb", "transformers.modeling_utils", "eagle3_train.preflight.live")
     assert [name for name in heavy if name in modules] == []
     assert [name for name in modules if ".modeling_llama" in name] == []
+
+
+@pytest.mark.parametrize("fault", ["engine.tensor_parallel=-1", "tarfet.path=x"])
+def test_an_unusable_configuration_is_a_failed_check_and_leaves_json(
+    fault, tmp_path, monkeypatch, capsys
+):
+    file = tmp_path / "report.json"
+    arguments = ["-c", written(tmp_path), fault, "--json", file]
+    status, text = report_of(arguments, monkeypatch, capsys)
+    assert (status, "failed: configuration" in text) == (1, True)
+    (check,) = json.loads(file.read_text())["checks"]
+    assert fault.split("=")[0].split(".")[0] in check["reason"]
+
+
+def test_a_report_that_cannot_be_written_is_still_printed(target, tmp_path, monkeypatch, capsys):
+    arguments = ["-c", written(tmp_path), "--depth", "static", "--json", tmp_path]
+    with pytest.raises(SystemExit, match=r"error: .* cannot be written"):
+        report_of(arguments, monkeypatch, capsys)
+    assert "nothing failed" in capsys.readouterr().out
+
+
+def test_a_skipped_failure_is_named_and_nothing_failed_only_without_any(
+    target, tmp_path, monkeypatch, capsys
+):
+    sections = {"engine": {"tensor_parallel": 3}, "preflight": {"skip": ("tensor_parallel",)}}
+    arguments = ["-c", written(tmp_path, **sections), "--depth", "static"]
+    status, text = report_of(arguments, monkeypatch, capsys)
+    assert status == 0
+    assert text.splitlines()[-1] == "failed, but preflight.skip names it: tensor_parallel"
+
+
+def test_skip_may_only_name_checks(target, tmp_path):
+    report = preflight.run(config(tmp_path, preflight={"skip": ("plaecment",)}), "static", tmp_path)
+    (check,) = [check for check in report.blocking if check.name == "configuration"]
+    assert "plaecment" in check.reason
+    assert "placement" in check.action
+
+
+def test_every_check_can_be_skipped_by_name():
+    sources = [*(ROOT / "eagle3_train/preflight").glob("*.py"), Path(preflight.__file__)]
+    named = re.compile(r"(?:Check|attempt|agreement)\(\s*\"(\w+)\"")
+    found = {name for file in sources for name in named.findall(file.read_text())}
+    assert found - {"configuration"} <= NAMES
+
+
+def test_a_plan_survives_a_skipped_failure_or_says_why_it_is_left_out(target, tmp_path):
+    sections = {"engine": {"gpus_per_worker": 0}, "train": {"gpus_per_worker": 0}}
+    skip = {"skip": ("boundaries",), **ENGINES}
+    at_the_end = config(tmp_path, drafter={"aux_layers": (2, 4, 7)}, preflight=skip, **sections)
+    beyond = config(tmp_path, drafter={"aux_layers": (2, 4, 8)}, preflight=skip, **sections)
+    assert preflight.run(at_the_end, "plan", tmp_path).plan is not None
+    report = preflight.run(beyond, "plan", tmp_path)
+    (check,) = [check for check in report.blocking if check.name == "plan"]
+    assert "left out" in check.reason
+
+
+def test_an_sglang_nobody_knows_is_not_dropped_in_silence(target, tmp_path):
+    job = config(tmp_path, preflight={**ENGINES, "sglang_version": "0.99.0"})
+    report = preflight.run(job, "static", tmp_path)
+    assert [check.name for check in report.blocking] == ["serve_sglang"]
