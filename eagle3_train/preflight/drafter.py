@@ -30,14 +30,25 @@ def boundaries(config: JobConfig, facts: TargetFacts, engines: Sequence[Resoluti
     try:
         *chosen, last = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
         aux = tuple(chosen)
-        if aux[0] == 0 and facts.mla:
-            raise ValueError("boundary 0 (the embeddings) cannot be tapped on DeepSeek-like models")
+        hooks = bool(config.target.tap_by_hooks) and not engines[0].supports_eagle3
+        gpu = config.engine.gpus_per_worker > 0
+        if aux[0] == 0 and (facts.mla or hooks or gpu):
+            where = (
+                "by forward hooks"
+                if hooks
+                else "on DeepSeek-like models"
+                if facts.mla
+                else "on a GPU"
+            )
+            raise ValueError(f"boundary 0 (the embeddings) cannot be tapped {where}")
         trained = _initial_boundaries(config, facts.num_layers)
         if trained not in (None, aux):
             raise ValueError(
                 f"drafter.init_from was trained on boundaries {trained}, this job would feed it {aux}"
             )
         served = [_taps(engine, aux, facts) for engine in engines if engine.supports_eagle3]
+        if hooks:
+            served.insert(0, ("vllm by forward hooks", aux))
     except ValueError as error:
         return Check("boundaries", "fail", str(error), fix)
     wrong = [f"{engine} would tap {taps}" for engine, taps in served if taps != aux]

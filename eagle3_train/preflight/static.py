@@ -168,21 +168,37 @@ def weights(facts: TargetFacts) -> list[Check]:
 
 
 def tensor_parallel(config: JobConfig, facts: TargetFacts) -> Check:
-    """Whether heads divide among the GPUs of a replica."""
-    tp = config.engine.tensor_parallel
-    heads = {"target": facts.num_heads, "drafter": config.drafter.num_heads or facts.num_heads}
-    kv = 1 if facts.mla else facts.num_kv_heads
-    uneven = [f"the {who}'s {count} heads" for who, count in heads.items() if count % tp]
-    if not facts.mla and kv % tp and tp % kv:
-        uneven.append(f"{kv} key/value heads")
-    if uneven:
-        sizes = [n for n in range(1, facts.num_heads + 1) if not any(h % n for h in heads.values())]
-        return Check(
-            "tensor_parallel",
-            "fail",
-            f"engine.tensor_parallel={tp} does not divide {' and '.join(uneven)}",
-            f"use one of {sizes[:8]}",
-        )
+    """Whether heads, and the blocks of a block-quantised target, divide among the GPUs of a replica."""
+    tp, own = config.engine.tensor_parallel, config.drafter
+    heads = own.num_heads or facts.num_heads
+    kv_heads = {
+        "target": None if facts.mla else facts.num_kv_heads,
+        "drafter": None
+        if own.attention == "mla"
+        else own.num_kv_heads or min(facts.num_kv_heads, heads),
+    }
+    mlp = {facts.moe.intermediate_size if facts.moe else facts.intermediate_size}
+
+    def uneven(size: int) -> list[str]:
+        counts = {"target": facts.num_heads, "drafter": heads}
+        found = [f"the {who}'s {count} heads" for who, count in counts.items() if count % size]
+        # vLLM divides key/value heads, or copies each of them equally often.
+        found += [
+            f"the {who}'s {count} key/value heads"
+            for who, count in kv_heads.items()
+            if count and count % size and size % count
+        ]
+        block = facts.quantised_block
+        found += [
+            f"an MLP of {w} in blocks of {block}" for w in mlp if block and w % (size * block)
+        ]
+        return found
+
+    if found := uneven(tp):
+        sizes = [size for size in range(1, facts.num_heads + 1) if not uneven(size)]
+        fix = f"use one of {sizes[:8]}" if sizes else "change the drafter's heads"
+        reason = f"engine.tensor_parallel={tp} does not divide {' and '.join(found)}"
+        return Check("tensor_parallel", "fail", reason, fix)
     return Check(
         "tensor_parallel", "ok", f"TP {tp}, PP 1 (capture over pipeline stages is not used)"
     )

@@ -82,7 +82,8 @@ class TargetFacts:
     intermediate_size is the dense MLP's width. rope: rope_parameters of transformers 5 for full attention, which
     turn a share partial_rotary_factor of each head. logit_scale multiplies the logits, logit_softcap squashes
     them, norm_kind is the final norm ("rms", "rms_plus_one" = (1 + w), "layer"). quantised_bits: of a quantised
-    weight with its scales; None for a kind this project cannot size. weight_bytes is None when the directory holds no
+    weight with its scales; None for a kind this project cannot size; quantised_block: width of the blocks that share a
+    scale, 0 without. weight_bytes is None when the directory holds no
     safetensors. special_ids: BOS and EOS.
     """
 
@@ -105,6 +106,7 @@ class TargetFacts:
     moe: MoeFacts | None
     quantisation: str | None
     quantised_bits: float | None
+    quantised_block: int
     auto_map: dict[str, str]
     is_multimodal: bool
     dtype: str
@@ -173,6 +175,7 @@ def facts_from(config: Config, directory: Path) -> TargetFacts:
         moe=_moe(values),
         quantisation=str(quantised.get("quant_method") or "unnamed") if quantised else None,
         quantised_bits=_quantised_bits(quantised),
+        quantised_block=max(quantised.get("weight_block_size") or [0]),
         auto_map=code_map(config),
         is_multimodal=text is not config,
         dtype=str(

@@ -209,3 +209,46 @@ def test_a_job_stops_at_a_failure_unless_it_is_skipped_by_name(target, tmp_path)
         preflight.require(job)
     skip = {"skip": ("tensor_parallel", "placement", "engine_memory")}
     preflight.require(config(tmp_path, engine={"tensor_parallel": 3}, preflight=skip))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tensor_parallel", "named"),
+    [
+        ({"num_kv_heads": 1}, 4, ""),
+        ({"num_heads": 12, "num_kv_heads": 3}, 2, "drafter's 3 key/value heads"),
+        ({"num_heads": 12, "num_kv_heads": 3}, 4, "drafter's 3 key/value heads"),
+        ({"num_heads": 6, "num_kv_heads": 2}, 4, "drafter's 6 heads"),
+    ],
+)
+def test_key_value_heads_of_target_and_drafter_divide_or_are_divided(
+    drafter, tensor_parallel, named, target, tmp_path
+):
+    job = config(tmp_path, drafter=drafter, engine={"tensor_parallel": tensor_parallel})
+    found = [check.reason for check in checks(job) if check.name == "tensor_parallel"]
+    assert named in found[0]
+    assert ("tensor_parallel" in failed(checks(job))) == bool(named)
+
+
+def test_blocks_of_a_quantised_mlp_do_not_straddle_gpus(target, tmp_path):
+    fp8 = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (target / "config.json").write_text(json.dumps({**LLAMA, "quantization_config": fp8}))
+    assert failed(checks(config(tmp_path, engine={"tensor_parallel": 2}))) == []
+    check = only_failure(config(tmp_path, engine={"tensor_parallel": 4}))
+    assert (check.name, "[1, 2]" in check.action) == ("tensor_parallel", True)
+
+
+def test_the_embeddings_are_not_tapped_on_a_gpu_nor_by_hooks(target, tmp_path):
+    aux = {"aux_layers": (0, 4, 5)}
+    vllm = [engine_index("vllm", "0.23.0")]
+    on_cpu = config(tmp_path, drafter=aux)
+    assert failed(static_checks(on_cpu, read_facts(on_cpu.target.path), vllm)) == []
+    for architecture, engine, named in (
+        ("LlamaForCausalLM", {"gpus_per_worker": 1}, "on a GPU"),
+        ("MixtralForCausalLM", {"enforce_eager": True}, "by forward hooks"),
+    ):
+        (target / "config.json").write_text(json.dumps({**LLAMA, "architectures": [architecture]}))
+        hooks = {"tap_by_hooks": architecture}
+        job = config(tmp_path, drafter=aux, engine=engine, target=hooks)
+        found = static_checks(job, read_facts(job.target.path), vllm)
+        (check,) = [check for check in found if check.verdict == "fail"]
+        assert (check.name, named in check.reason) == ("boundaries", True)
