@@ -70,6 +70,7 @@ class Engine:
         self._running: dict[str, tuple[Request, Future[Completion]]] = {}  # inside vLLM
         self._numbers = itertools.count()
         self._counters = Acceptance(0, (0,) * spec.num_speculative_tokens)
+        self._cached_tokens = 0
         self._gate = threading.Lock()  # nothing is queued once everything has been failed
         self._death: EngineError | None = None
         self._closing = False
@@ -161,6 +162,11 @@ class Engine:
         return self._facts
 
     @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens of finished requests that came from the prefix cache."""
+        return self._cached_tokens
+
+    @property
     def stalled_s(self) -> float:
         """Seconds for which the running requests have waited for one engine step."""
         return time.monotonic() - self._heartbeat if self._running else 0.0
@@ -234,6 +240,7 @@ class Engine:
     def _finish(self, output: Any) -> None:
         """Complete a request's future, or hand it to the captures."""
         request, future = self._running.pop(output.request_id)
+        self._cached_tokens += output.num_cached_tokens or 0
         answer = output.outputs[0]
         output_ids = tuple(answer.token_ids)
         generation = Generation(

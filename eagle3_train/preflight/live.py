@@ -39,6 +39,7 @@ from eagle3_train.preflight.states import (
     common_tokens,
     draft_parity,
     lossless,
+    prefix_hit,
     states_complete,
     teacher_parity,
 )
@@ -203,10 +204,12 @@ def _stressed(
     )
     with _engine(small) as engine:
         chunked = _alone(engine, answers)
+        before = engine.cached_tokens
         hit = _alone(engine, answers)
+        cached = engine.cached_tokens - before
     return [
         agreement("chunked_prefill", alone, chunked, _rounding(spec)),
-        agreement("prefix_hit", alone, hit, _rounding(spec)),
+        prefix_hit(alone, hit, cached, _rounding(spec)),
     ]
 
 

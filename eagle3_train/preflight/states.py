@@ -7,7 +7,7 @@ closer than that. So "the engine's token" means one whose logit, computed here, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -85,7 +85,7 @@ def teacher_parity(
         total += len(said)
     ties = f" ({near - exact} of them within rounding of another)" if near > exact else ""
     reason = f"final norm and head on captured states choose the engine's token at {near} of {total} positions{ties}"
-    if near < PARITY * total:
+    if not total or near < PARITY * total:
         fix = "the last boundary is another layer than assumed, or the final norm or head is read wrongly"
         return Check("teacher_parity", "fail", reason, fix)
     return Check("teacher_parity", "ok", reason)
@@ -102,10 +102,22 @@ def agreement(
         ]
     )
     alike = int((rows > COSINE).sum())
-    reason = f"{alike} of {len(rows)} rows as in the plain capture, lowest cosine {rows.min():.6f}"
-    if alike < rounding.share * len(rows):
+    lowest = f", lowest cosine {rows.min():.6f}" if len(rows) else ""
+    reason = f"{alike} of {len(rows)} rows as in the plain capture{lowest}"
+    if not len(rows) or alike < rounding.share * len(rows):
         return Check(name, "fail", reason, f"do not rely on {name} with this engine version")
     return Check(name, "ok", reason)
+
+
+def prefix_hit(
+    first: Sequence[Tensor], second: Sequence[Tensor], cached: int, rounding: Rounding
+) -> Check:
+    """`agreement` of a second reading, of which the engine took `cached` tokens from its prefix cache."""
+    if not cached:
+        reason = "the engine took no token from its prefix cache: no hit was compared"
+        return Check("prefix_hit", "warn", reason, "leave engine.prefix_caching off")
+    check = agreement("prefix_hit", first, second, rounding)
+    return replace(check, reason=f"{check.reason}; {cached} tokens were hits")
 
 
 def draft_parity(
@@ -164,7 +176,7 @@ def lossless(
         said = torch.tensor(ids[at : at + 1])
         ties.append(len(said) == len(logits) and bool(leads(logits, said, rounding.slack).all()))
     reason = f"{same} of {len(plain)} greedy answers are the same with a drafter as without"
-    if not all(ties):
+    if not plain or not all(ties):
         return Check("lossless", "fail", reason, "compare in float32")
     if ties:
         reason += f"; {len(ties)} part where two tokens are within rounding"

@@ -192,3 +192,15 @@ def test_whatever_an_engine_raises_is_a_failed_check_of_the_right_name(error, na
     check = failure("drafter_start", error)
     assert (check.name, check.verdict, bool(check.action)) == (name, "fail", True)
     assert str(error) in check.reason
+
+
+def test_no_hit_and_nothing_compared_are_not_ok(engine):
+    right = answer(engine, (1, 2, 4, LAYERS))
+    twice = [right.states], [right.states]
+    assert states.prefix_hit(*twice, 32, states.EXACT).verdict == "ok"
+    assert states.prefix_hit(*twice, 0, states.EXACT).verdict == "warn"
+    silent = replace(right, ids=right.ids[:12], states=right.states[:11])
+    assert states.teacher_parity([silent], engine[0], EPS, states.EXACT).verdict == "fail"
+    empty = [right.states[:0]]
+    assert states.agreement("batched", empty, empty, states.EXACT).verdict == "fail"
+    assert states.lossless([], [], engine[0], EPS, states.EXACT).verdict == "fail"
