@@ -6,9 +6,9 @@ pack can have. Everything else is exact.
 
 from __future__ import annotations
 
+import logging
 import math
 import shutil
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,9 +25,6 @@ from eagle3_train.target.facts import TargetFacts, bytes_per_token, resolve_boun
 GIB = 1024**3
 # Largest job package that `ray job submit` takes.
 UPLOAD_LIMIT = 100 * 1024**2
-# Bytes per quantised weight, scales included.
-_QUANTISED = {"fp8": 1.0, "mxfp4": 0.53}
-_FOUR_BIT = 0.5625
 # CUDA context, workspaces, NCCL buffers of one engine process.
 _ENGINE_OVERHEAD = 3 * GIB
 
@@ -37,7 +34,7 @@ class Plan:
     """Numbers of a run, in bytes and tokens; per GPU where it says so. What depends on an unknown is None."""
 
     bytes_per_token: int
-    dump_bytes: int
+    dump_bytes: int | None
     window_bytes: int
     in_flight_bytes: int
     weights_per_gpu: int
@@ -64,10 +61,11 @@ def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
     engine, train = config.engine, config.train
     taps = len(resolve_boundaries(config.drafter.aux_layers, facts.num_layers))
     row = bytes_per_token(facts.hidden_size, taps, config.stream.dtype)
-    tokens = _samples(config) * (config.preflight.mean_tokens or config.corpus.max_len)
+    samples = _samples(config)
+    tokens = samples and samples * (config.preflight.mean_tokens or config.corpus.max_len)
     cluster = cluster_of(config)
     itemsize = _itemsize(engine.dtype)
-    weights = (facts.weight_bytes or estimated_weight_bytes(facts)) // engine.tensor_parallel
+    weights = _weight_bytes(facts, itemsize) // engine.tensor_parallel
     kv = _kv_per_token(facts, engine.tensor_parallel, itemsize)
     states = facts.hidden_size * taps * itemsize
     fixed = weights + _engine_working_bytes(config, facts, itemsize)
@@ -75,11 +73,11 @@ def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
     cache = engine.kv_cache_bytes or max(room, 0)
     parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
     states_of_training, activations, frozen = _trainer_bytes(config, facts, spec, parameters, row)
-    cached = min(1.0, config.stream.cache_bytes / max(tokens * row, 1))
+    cached = min(1.0, config.stream.cache_bytes / (tokens * row)) if tokens else 0.0
     captures = 1 + (train.epochs // config.stream.replay - 1) * (1 - cached)
     return Plan(
         bytes_per_token=row,
-        dump_bytes=tokens * row,
+        dump_bytes=tokens and tokens * row,
         window_bytes=train.workers * train.accumulation * config.stream.tokens_per_pack * row,
         in_flight_bytes=config.stream.max_bytes_in_flight,
         weights_per_gpu=weights,
@@ -97,10 +95,10 @@ def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
         cluster=cluster,
         placed=place(config, cluster),
         capture_hours=_hours(
-            tokens * captures, config.preflight.capture_tokens_per_s, engine.replicas
+            tokens, captures, config.preflight.capture_tokens_per_s, engine.replicas
         ),
         train_hours=_hours(
-            tokens * train.epochs, config.preflight.train_tokens_per_s, train.workers
+            tokens, train.epochs, config.preflight.train_tokens_per_s, train.workers
         ),
     )
 
@@ -119,11 +117,21 @@ def plan_checks(config: JobConfig, facts: TargetFacts, plan: Plan, package: Path
     ]
 
 
-def estimated_weight_bytes(facts: TargetFacts) -> int:
-    """Bytes of the target's weights from its shapes; routed experts carry the quantisation, fp8 all matrices."""
+def _weight_bytes(facts: TargetFacts, itemsize: int) -> int:
+    """Bytes of the target's weights as the engine holds them; quantised ones stay as they are stored."""
+    if facts.weight_bytes is None:
+        return estimated_weight_bytes(facts, itemsize)
+    stored = itemsize if facts.quantisation else _itemsize(facts.dtype)
+    return facts.weight_bytes * itemsize // stored
+
+
+def estimated_weight_bytes(facts: TargetFacts, plain: int = 2) -> int:
+    """Bytes of the target's weights from its shapes, `plain` for one that is not quantised.
+
+    Routed experts carry the quantisation, fp8 all matrices.
+    """
     hidden, layers = facts.hidden_size, facts.num_layers
-    plain = 4.0 if facts.dtype == "float32" else 2.0
-    packed = _QUANTISED.get(facts.quantisation, _FOUR_BIT) if facts.quantisation else plain
+    packed = facts.quantised_bits / 8 if facts.quantised_bits else plain
     if facts.mla is None:
         attention = hidden * facts.head_dim * 2 * (facts.num_heads + facts.num_kv_heads)
     else:
@@ -147,21 +155,25 @@ def estimated_weight_bytes(facts: TargetFacts) -> int:
 
 
 def package_bytes(directory: Path) -> int:
-    """Bytes of the files that `ray job submit --working-dir` would upload: what git does not ignore."""
-    listed = subprocess.run(
-        ["git", "-C", str(directory), "ls-files", "-co", "--exclude-standard", "-z"],
-        capture_output=True,
-        check=False,
-    )
-    if listed.returncode == 0:
-        files = [directory / name for name in listed.stdout.decode().split("\0") if name]
-    else:
-        files = list(directory.rglob("*"))
-    return sum(file.stat().st_size for file in files if file.is_file())
+    """Bytes of the package that `ray job submit --working-dir` would upload, by Ray's own walk: it follows links."""
+    # Here, since Ray takes a while to import. It has no public function for this (2.60).
+    from ray._private.ray_constants import get_runtime_env_default_excludes
+    from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
+
+    sizes: list[int] = []
+
+    def add(path: Path) -> None:
+        if path.is_file():
+            sizes.append(path.stat().st_size)
+
+    left_out = [_get_excludes(directory, get_runtime_env_default_excludes())]
+    quiet = logging.Logger("preflight", logging.ERROR)
+    _dir_travel(directory.absolute(), left_out, add, include_gitignore=True, logger=quiet)
+    return sum(sizes)
 
 
-def _samples(config: JobConfig) -> int:
-    return config.preflight.samples or config.corpus.limit or 1000
+def _samples(config: JobConfig) -> int | None:
+    return config.preflight.samples or config.corpus.limit
 
 
 def _itemsize(dtype: str) -> int:
@@ -197,16 +209,17 @@ def _trainer_bytes(
     return states, activations + logits + 2 * config.stream.tokens_per_pack * row, frozen
 
 
-def _hours(tokens: float, rate: float | None, workers: int) -> float | None:
-    return None if rate is None else tokens / (rate * workers) / 3600
+def _hours(tokens: int | None, times: float, rate: float | None, workers: int) -> float | None:
+    return tokens * times / (rate * workers) / 3600 if tokens and rate else None
 
 
 def _dump(config: JobConfig, plan: Plan) -> Check:
-    tokens = config.preflight.mean_tokens or config.corpus.max_len
-    reason = (
-        f"{plan.bytes_per_token / 1024:g} KiB per token; a full dump of {_samples(config):,} samples x {tokens:,} "
-        f"tokens would weigh {_size(plan.dump_bytes)}, the stream holds {_size(plan.in_flight_bytes)}"
-    )
+    samples, tokens = _samples(config), config.preflight.mean_tokens or config.corpus.max_len
+    reason = f"{plan.bytes_per_token / 1024:g} KiB per token; the stream holds {_size(plan.in_flight_bytes)}; "
+    if samples is None or plan.dump_bytes is None:
+        reason += "how many samples there are is not known (preflight.samples)"
+    else:
+        reason += f"a full dump of {samples:,} samples x {tokens:,} tokens would weigh {_size(plan.dump_bytes)}"
     return Check("bytes_per_token", "ok", reason)
 
 
@@ -312,7 +325,10 @@ def _package(directory: Path) -> Check:
 def _rates(config: JobConfig, plan: Plan) -> Check:
     rate = config.preflight.capture_tokens_per_s
     if rate is None or plan.capture_hours is None or plan.train_hours is None:
-        reason = "no measured rates (preflight.capture_tokens_per_s, train_tokens_per_s): no hours predicted"
+        reason = (
+            "no hours predicted: they need measured rates (preflight.capture_tokens_per_s and train_tokens_per_s) and "
+            "the number of samples (preflight.samples)"
+        )
         return Check("rates", "ok", reason)
     slower = "capture" if plan.capture_hours > plan.train_hours else "training"
     hours = max(plan.capture_hours, plan.train_hours)

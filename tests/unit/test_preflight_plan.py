@@ -86,6 +86,42 @@ def test_a_package_over_the_upload_limit_is_caught(tmp_path, monkeypatch):
     assert check.verdict == "fail"
 
 
+def test_a_package_is_weighed_as_ray_packs_it(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "weights.bin").write_bytes(b"0" * 5000)
+    package = tmp_path / "package"
+    for folder, size in (("nested/.git", 7), ("nested", 300), (".venv", 11), ("runs", 13)):
+        (package / folder).mkdir(parents=True, exist_ok=True)
+        (package / folder / "file.bin").write_bytes(b"0" * size)
+    (package / "linked").symlink_to(tmp_path / "elsewhere")
+    (package / ".gitignore").write_text("/runs/\n")
+    assert package_bytes(package) == 5000 + 300 + len("/runs/\n")
+
+
+def test_an_unknown_number_of_samples_is_said_and_not_invented(tmp_path):
+    rates = {"capture_tokens_per_s": 1000, "train_tokens_per_s": 500}
+    job = config(tmp_path, preflight=rates)
+    target = facts("llama-3.1-8b", tmp_path)
+    assert make_plan(job, target).dump_bytes is None
+    found = verdicts(job, target, tmp_path)
+    assert "not known" in found["bytes_per_token"].reason
+    assert "preflight.samples" in found["rates"].reason
+
+
+def test_weights_weigh_what_the_engine_makes_of_them(tmp_path):
+    target = facts("llama-3.1-8b", tmp_path)
+    stored = replace(target, weight_bytes=16_100_000_000)
+    for dtype, size in (("auto", 16.1e9), ("float32", 32.2e9)):
+        job = config(tmp_path, engine={"dtype": dtype})
+        for known in (target, stored):
+            assert make_plan(job, known).weights_per_gpu == pytest.approx(size, rel=0.01)
+    raw = json.loads((FIXTURES / "llama-3.1-8b.json").read_text())["config"]
+    for quantised, size in (({"quant_method": "gptq", "bits": 8}, 9.5e9),
+                            ({"quant_method": "gptq", "bits": 4}, 6.0e9)):  # fmt: skip
+        packed = facts_from(raw | {"quantization_config": quantised}, tmp_path)
+        assert estimated_weight_bytes(packed) == pytest.approx(size, rel=0.06)
+
+
 @pytest.mark.parametrize(
     ("verdict", "engine", "train", "cluster"),
     [
