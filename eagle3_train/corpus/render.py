@@ -108,6 +108,8 @@ class Renderer:
             with reading(generation):
                 declared = json.loads(generation.read_text()).get("eos_token_id")
                 stop_ids.update(declared if isinstance(declared, list) else {declared} - {None})
+                if not all(isinstance(id, int) for id in stop_ids):
+                    raise ValueError(f"eos_token_id should be numbers, got {declared!r}")
         if not stop_ids:
             raise CorpusError(
                 f"{directory} names no EOS token in tokenizer or generation_config.json"

@@ -253,7 +253,10 @@ def _section(config: Config, key: str) -> Config:
 
 
 def _names(value: str | list[str] | None) -> tuple[str, ...]:
-    return (value,) if isinstance(value, str) else tuple(value or ())
+    names = [value] if isinstance(value, str) else list(value or [])
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"architectures should be names, got {names}")
+    return tuple(names)
 
 
 def _special_ids(values: Config) -> tuple[int, ...]:

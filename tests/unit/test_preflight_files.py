@@ -50,6 +50,7 @@ CONFIGS = {
     "a quantisation that is a string": {**LLAMA, "quantization_config": "fp8"},
     "half an MLA": {**LLAMA, "kv_lora_rank": 8},
     "a RoPE factor in words": {**LLAMA, "rope_scaling": {"type": "linear", "factor": "two"}},
+    "an architecture that is null": {**LLAMA, "architectures": [None]},
     "a RoPE in words": {**LLAMA, "rope_scaling": "yarn"},
     "an auto_map that is a list": {**LLAMA, "auto_map": ["x"]},
 }
@@ -112,6 +113,7 @@ def test_a_broken_index_is_named(content, name, target, tmp_path):
         ("tokenizer.json", POINTER),
         ("tokenizer.json", b'{"version": "1.0", "model": {}}'),
         ("generation_config.json", b'{"eos_token_id": 1,'),
+        ("generation_config.json", b'{"eos_token_id": "</s>"}'),
         ("tokenizer_config.json", b"[]"),
     ],
 )
