@@ -27,6 +27,8 @@ _MOST_POSITIONS = 1_048_576
 def boundaries(config: JobConfig, facts: TargetFacts, engines: Sequence[Resolution]) -> Check:
     """Whether trainer and engines mean the same layers by the configured aux boundaries."""
     fix = "set drafter.aux_layers to boundaries every engine can tap"
+    if config.drafter.init_from:
+        fix = f"name a checkpoint with the job's boundaries in drafter.init_from, or {fix}"
     try:
         *chosen, last = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
         aux = tuple(chosen)

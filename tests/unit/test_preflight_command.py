@@ -110,3 +110,10 @@ def test_an_sglang_nobody_knows_is_not_dropped_in_silence(target, tmp_path):
     job = config(tmp_path, preflight={**ENGINES, "sglang_version": "0.99.0"})
     report = preflight.run(job, "static", tmp_path)
     assert [check.name for check in report.blocking] == ["serve_sglang"]
+
+
+def test_a_missing_warm_start_is_told_by_its_own_key(target, tmp_path):
+    job = config(tmp_path, drafter={"init_from": str(tmp_path / "absent")}, preflight=ENGINES)
+    (check,) = preflight.run(job, "static", tmp_path).blocking
+    assert check.name == "boundaries"
+    assert "drafter.init_from" in check.action
