@@ -11,7 +11,7 @@ from eagle3_train.engines.resolve import EngineIndex, Resolution, resolve_target
 from eagle3_train.preflight.check import Check, attempt
 from eagle3_train.preflight.drafter import boundaries, drafter, positions, rope
 from eagle3_train.preflight.text import corpus, own_code, tokenizer
-from eagle3_train.target.facts import TargetFacts
+from eagle3_train.target.facts import INDEX, TargetFacts
 from eagle3_train.target.weights import locate_frozen, refuse_nonlinear_head
 
 # A tail of an architecture's name says what kind of model it is not.
@@ -155,7 +155,7 @@ def head(facts: TargetFacts) -> Check:
 
 def weights(facts: TargetFacts) -> list[Check]:
     """Whether the three tensors the trainer reads are there, unquantised and of the right shape."""
-    if facts.weight_bytes is None:
+    if facts.weight_bytes is None and not (facts.path / INDEX).is_file():
         reason = f"{facts.path} holds no safetensors: embedding, head and final norm unchecked"
         return [Check("weights", "warn", reason, "download the weights before training")]
 

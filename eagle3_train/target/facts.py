@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 
 from eagle3_train.config import StateType
 from eagle3_train.rundir import reading
 
 Config = Mapping[str, Any]
+INDEX = "model.safetensors.index.json"
 
 # Wrapper configs keep the language model's sizes one or two levels down.
 _TEXT_KEYS = ("text_config", "llm_config", "language_config", "thinker_config")
@@ -125,9 +128,10 @@ def locate(path: str | Path) -> Path:
     if directory.is_dir():
         raise ValueError(f"{directory} holds no config.json: not a model directory")
     if len(directory.parts) == 2 and not directory.is_absolute():
-        cached = try_to_load_from_cache(str(path), "config.json")
-        if isinstance(cached, str):
-            return Path(cached).parent
+        with suppress(HFValidationError):
+            cached = try_to_load_from_cache(str(path), "config.json")
+            if isinstance(cached, str):
+                return Path(cached).parent
     raise ValueError(
         f"target.path={str(path)!r} is no directory and no hub id with a locally cached config.json; "
         "download the model first, or give its directory"
@@ -219,9 +223,9 @@ def bytes_per_token(hidden_size: int, num_boundaries: int, dtype: StateType = "b
 
 def weight_bytes(directory: Path) -> int | None:
     """Bytes of the safetensors weights, from the index or the files; None when there are none."""
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.is_file():
-        with reading(index):
+        with suppress(ValueError), reading(index):  # whoever reads the weights says what is wrong
             if total := _first(_section(json.loads(index.read_text()), "metadata"), "total_size"):
                 return total
     sizes = [file.stat().st_size for file in directory.glob("*.safetensors")]
@@ -291,18 +295,18 @@ def _raw_rope(values: Config) -> Config:
 
 
 def _rope(values: Config) -> dict[str, Any]:
-    raw = _raw_rope(values)
+    raw = {"rope_theta": values.get("rope_theta")} | dict(_raw_rope(values))
+    words = [k for k, v in raw.items() if isinstance(v, str) and k not in ("type", "rope_type")]
+    if words:
+        raise ValueError(f"RoPE: {words[0]} should be a number, got {raw[words[0]]!r}")
     kind = raw.get("rope_type") or raw.get("type") or "default"
     known = {
         "rope_type": "default" if kind == "mrope" else str(kind),
-        "rope_theta": float(raw.get("rope_theta") or values.get("rope_theta") or 10_000.0),
+        "rope_theta": float(raw["rope_theta"] or values.get("rope_theta") or 10_000.0),
     }
     # The drafter reads text: the image axes of mRoPE collapse onto one position.
     left_out = ("type", "partial_rotary_factor", *(key for key in raw if key.startswith("mrope")))
     own = {k: v for k, v in raw.items() if k not in left_out and v is not None}
-    words = [k for k, v in own.items() if isinstance(v, str) and k != "rope_type"]
-    if words:
-        raise ValueError(f"RoPE: {words[0]} should be a number, got {own[words[0]]!r}")
     return own | known
 
 

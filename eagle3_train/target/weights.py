@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from eagle3_train.rundir import reading
-from eagle3_train.target.facts import TargetFacts, read_facts
+from eagle3_train.target.facts import INDEX, TargetFacts, read_facts
 
 # Wrappers prefix the language model; encoders and MTP layers also hold embeddings and norms, and must not match.
 _PREFIX = r"(?:(?:model|language_model|text_model|llm|transformer|decoder|backbone|thinker)\.)*"
@@ -77,17 +77,17 @@ def locate_frozen(facts: TargetFacts) -> dict[str, tuple[str, Path]]:
     files = _tensor_files(facts.path)
     hidden, vocab = facts.hidden_size, facts.vocab_size
     found = {
-        "embedding": _locate(files, _EMBEDDING, "embedding", (vocab, hidden)),
-        "final norm": _locate(files, _NORM, "final norm", (hidden,)),
+        "embedding": _locate(facts.path, files, _EMBEDDING, "embedding", (vocab, hidden)),
+        "final norm": _locate(facts.path, files, _NORM, "final norm", (hidden,)),
     }
     if not facts.tie_word_embeddings:
-        found["lm_head"] = _locate(files, _HEAD, "lm_head", (vocab, hidden))
+        found["lm_head"] = _locate(facts.path, files, _HEAD, "lm_head", (vocab, hidden))
     return found
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
     """Tensor name -> file that holds it, through the safetensors index when there is one."""
-    index = directory / "model.safetensors.index.json"
+    index = directory / INDEX
     if index.is_file():
         with reading(index):
             names = json.loads(index.read_text())["weight_map"]
@@ -104,15 +104,15 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def _locate(
-    files: dict[str, Path], pattern: re.Pattern[str], what: str, shape: tuple[int, ...]
+    where: Path, files: dict[str, Path], pattern: re.Pattern[str], what: str, shape: tuple[int, ...]
 ) -> tuple[str, Path]:
     """The one plain weight of that role, its type and shape checked."""
     names = [name for name in files if (m := pattern.match(name)) and "." not in name[m.end() :]]
     plain = [name for name in names if name.endswith(".weight")]
     if len(plain) != 1:
         raise ValueError(
-            f"expected one plain {what} weight, found {', '.join(sorted(names)) or 'none'}; the trainer "
-            "needs it, unquantised: use a complete checkpoint that leaves it so"
+            f"{where}: expected one plain {what} weight, found {', '.join(sorted(names)) or 'none'}; the trainer "
+            "needs it, unquantised"
         )
     name, file = plain[0], files[plain[0]]
     if not file.is_file():

@@ -51,6 +51,7 @@ CONFIGS = {
     "half an MLA": {**LLAMA, "kv_lora_rank": 8},
     "a RoPE factor in words": {**LLAMA, "rope_scaling": {"type": "linear", "factor": "two"}},
     "an architecture that is null": {**LLAMA, "architectures": [None]},
+    "a RoPE theta in words": {**LLAMA, "rope_theta": "abc"},
     "a RoPE in words": {**LLAMA, "rope_scaling": "yarn"},
     "an auto_map that is a list": {**LLAMA, "auto_map": ["x"]},
 }
@@ -82,11 +83,11 @@ def test_broken_weights_are_named(content, target, tmp_path):
 
 
 INDICES = {
-    "no JSON": ("{", "target"),
-    "a list": ("[]", "target"),
+    "no JSON": ("{", "weights"),
+    "a list": ("[]", "weights"),
     "no weight_map": ('{"metadata": {}}', "weights"),
     "null inside": ('{"metadata": null, "weight_map": null}', "weights"),
-    "a size in words": ('{"metadata": {"total_size": "abc"}, "weight_map": {}}', "target"),
+    "a size in words": ('{"metadata": {"total_size": "abc"}, "weight_map": {}}', "weights"),
     "an absent shard": (
         '{"weight_map": {"model.embed_tokens.weight": "no", "model.norm.weight": "no"}}',
         "weights",
