@@ -26,7 +26,7 @@ def main() -> int:
     except ValueError as error:
         report = preflight.unusable(str(error))
     else:
-        if options.depth == "live" and os.environ.get("RAY_ADDRESS"):
+        if options.depth != "static" and os.environ.get("RAY_ADDRESS"):
             cli.connect()
         report = preflight.run(config, options.depth, Path.cwd())
     print(report.text())
