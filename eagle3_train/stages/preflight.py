@@ -134,7 +134,11 @@ def _live(config: JobConfig, facts: TargetFacts) -> list[Check]:
     from eagle3_train.preflight.nodes import node_versions, object_store
 
     if not ray.is_initialized():
-        return live_checks(config, facts)
+        reason = "no cluster joined: neither its nodes' versions nor its object store are compared"
+        alone = Check(
+            "versions", "warn", reason, "submit it with ray job submit to check a cluster"
+        )
+        return [alone, *live_checks(config, facts)]
     gpus = config.engine.tensor_parallel if config.engine.gpus_per_worker else 0
     threads = str(max(1, int(config.engine.cpus)))
     boot = ray.remote(

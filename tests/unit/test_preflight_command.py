@@ -117,3 +117,15 @@ def test_a_missing_warm_start_is_told_by_its_own_key(target, tmp_path):
     (check,) = preflight.run(job, "static", tmp_path).blocking
     assert check.name == "boundaries"
     assert "drafter.init_from" in check.action
+
+
+def test_outside_a_cluster_the_live_depth_says_what_it_leaves_out(target, tmp_path):
+    (target / "tokenizer.json").unlink()  # so that no engine starts
+    cpu = {"gpus_per_worker": 0}
+    job = config(tmp_path, preflight={**ENGINES, "skip": tuple(NAMES)}, engine=cpu, train=cpu)
+    live = {check.name: check for check in preflight.run(job, "live", tmp_path).depths["live"]}
+    assert "no cluster joined" in live["versions"].reason
+    assert (live["engine_start"].verdict, "tokenizer" in live["engine_start"].reason) == (
+        "fail",
+        True,
+    )
