@@ -267,7 +267,7 @@ class PreflightConfig(Section):
     nodes: PositiveInt = 1
     """Nodes of the cluster."""
     gpus_per_node: NonNegativeInt | None = None
-    """GPUs of one node; null means those of this machine."""
+    """GPUs of one node, where no cluster is connected; null means those of this machine."""
     gpu_memory_bytes: PositiveInt | None = None
     """Memory of one GPU; null means that of this machine's."""
     samples: PositiveInt | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
@@ -290,27 +291,27 @@ def _trainer_memory(plan: Plan) -> Check:
 
 
 def _disk(config: JobConfig, plan: Plan) -> Check:
-    place = config.runs_dir.resolve()
+    runs = place = config.runs_dir
     while not place.exists():
         place = place.parent
-    free = shutil.disk_usage(place).free
-    need, cache = plan.checkpoint_bytes, config.stream.cache_bytes // config.preflight.nodes
-    reason = f"checkpoints need {_size(need)}, {_size(free)} free at {place}"
-    if need > free:
-        fix = "lower train.keep_checkpoints, or move runs_dir"
-        return Check("disk", "fail", reason, fix)
-    folder = Path(config.stream.cache_dir or tempfile.gettempdir())
-    if cache and not folder.is_dir():
-        return Check(
-            "disk", "fail", f"stream.cache_dir={folder} is no directory", "make it, or move it"
-        )
-    free = shutil.disk_usage(folder).free if cache else 0
-    if cache:
-        reason += f"; a node's cache needs {_size(cache)}, {_size(free)} free at {folder}"
-    if cache > free:
-        fix = "lower stream.cache_bytes, or set stream.cache_dir to a larger local disk"
-        return Check("disk", "fail", reason, fix)
-    return Check("disk", "ok", reason)
+    wanted = [("checkpoints need", place, plan.checkpoint_bytes)]
+    if cache := config.stream.cache_bytes // config.preflight.nodes:
+        folder = Path(config.stream.cache_dir or tempfile.gettempdir())
+        wanted.append(("a node's cache needs", folder, cache))
+    said: list[str] = []
+    for what, folder, need in wanted:
+        if not (folder.is_dir() and os.access(folder, os.W_OK)):
+            reason = f"{what} a directory, {folder} is none that can be written"
+            return Check("disk", "fail", reason, "set runs_dir or stream.cache_dir to another")
+        free = shutil.disk_usage(folder).free
+        said.append(f"{what} {_size(need)}, {_size(free)} free at {folder}")
+        if need > free:
+            fix = "lower train.keep_checkpoints or stream.cache_bytes, or move runs_dir or stream.cache_dir"
+            return Check("disk", "fail", "; ".join(said), fix)
+    if place not in (runs, runs.parent):
+        said.append(f"{runs} does not exist here")
+        return Check("disk", "warn", "; ".join(said), "make sure that every node sees runs_dir")
+    return Check("disk", "ok", "; ".join(said))
 
 
 def _package(directory: Path) -> Check:
@@ -324,17 +325,17 @@ def _package(directory: Path) -> Check:
 
 def _rates(config: JobConfig, plan: Plan) -> Check:
     rate = config.preflight.capture_tokens_per_s
+    known = {"capture": plan.capture_hours, "training": plan.train_hours}
+    parts = ", ".join(f"{what} {h:.2f} h" for what, h in known.items() if h is not None)
     if rate is None or plan.capture_hours is None or plan.train_hours is None:
-        reason = (
-            "no hours predicted: they need measured rates (preflight.capture_tokens_per_s and train_tokens_per_s) and "
-            "the number of samples (preflight.samples)"
-        )
-        return Check("rates", "ok", reason)
+        given = config.preflight.model_dump()
+        names = ("capture_tokens_per_s", "train_tokens_per_s", "samples")
+        missing = ", ".join(f"preflight.{name}" for name in names if given[name] is None)
+        return Check("rates", "ok", f"{parts or 'no hours'}; the rest is predicted from {missing}")
     slower = "capture" if plan.capture_hours > plan.train_hours else "training"
-    hours = max(plan.capture_hours, plan.train_hours)
+    longer = max(plan.capture_hours, plan.train_hours)
     reason = (
-        f"capture {plan.capture_hours:.2f} h, training {plan.train_hours:.2f} h, together about {hours:.2f} h: "
-        f"{slower} is the bottleneck; {hours * (plan.engine_gpus + plan.train_gpus):.1f} GPU-hours; an engine hands "
+        f"{parts}, together about {longer:.2f} h: {slower} is the bottleneck; {longer * (plan.engine_gpus + plan.train_gpus):.1f} GPU-hours; an engine hands "
         f"over up to {_size(rate * plan.bytes_per_token)} of states a second"
     )
     return Check("rates", "ok", reason)

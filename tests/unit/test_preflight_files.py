@@ -9,6 +9,7 @@ import torch
 from safetensors.numpy import save
 from safetensors.torch import save_file
 
+from eagle3_train.config import JobConfig
 from eagle3_train.corpus.read import data_files
 from eagle3_train.records import Sample
 from eagle3_train.rundir import RunDir
@@ -207,3 +208,27 @@ def test_a_new_draft_vocabulary_never_joins_weights_of_the_old_one(target, tmp_p
     shutil.rmtree(run.train_storage)
     write_initial(job, samples(8, 9, 10, 11))
     assert static(tmp_path, drafter={"draft_vocab_size": 8}) == {}
+
+
+@pytest.mark.parametrize(
+    ("runs", "verdict"),
+    [("runs", "ok"), ("far/away/runs", "warn"), ("file/runs", "fail"), ("file", "fail")],
+)
+def test_where_runs_go_is_a_directory(runs, verdict, target, tmp_path):
+    (tmp_path / "file").write_text("")
+    job = JobConfig.model_validate(
+        config(tmp_path).model_dump() | {"runs_dir": str(tmp_path / runs)}
+    )
+    checks = preflight.run(job, "plan", target).depths["plan"]
+    (check,) = [check for check in checks if check.name == "disk"]
+    assert check.verdict == verdict
+    assert runs.partition("/")[0] in check.reason or verdict == "ok"
+
+
+def test_one_measured_rate_predicts_its_own_hours(target, tmp_path):
+    rates = {"train_tokens_per_s": 1000, "samples": 3600, "mean_tokens": 1000}
+    checks = preflight.run(config(tmp_path, preflight=rates), "plan", target).depths["plan"]
+    (check,) = [check for check in checks if check.name == "rates"]
+    assert "training 1.00 h; " in check.reason
+    assert "preflight.capture_tokens_per_s" in check.reason
+    assert "preflight.train_tokens_per_s" not in check.reason
