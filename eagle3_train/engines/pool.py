@@ -4,8 +4,9 @@ lease      callers            a live replica                least loaded first, 
 failed     callers            nothing                       the others go on; a new replica is started
 close      the job            replicas to stop              what is left of them is killed
 
-A replica is one actor that reserves all its GPUs, hence on one node. It has no placement group: when its node dies,
-Ray 2.60 tries to place such a group again without pause, and nothing else in the cluster is placed meanwhile.
+A replica is one actor that reserves all its GPUs, hence on one node. Ray gives an actor a part of one GPU only, so an
+engine that shares several with trainers reserves each through a `GpuShare` and is shown these GPUs. There are no
+placement groups: when a node dies, Ray 2.60 tries to place its groups again without pause, and nothing else meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import itertools
 import logging
 import threading
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -25,7 +26,7 @@ from eagle3_train.engines.launch import EngineError
 from eagle3_train.engines.replica import EngineReplica
 from eagle3_train.engines.spec import EngineSpec, Purpose
 from eagle3_train.records import EngineFacts
-from eagle3_train.stream.nodes import here
+from eagle3_train.stream.nodes import here, on
 
 log = logging.getLogger(__name__)
 
@@ -103,13 +104,31 @@ def close_pool(pool: Any) -> None:
     ray.kill(pool)
 
 
+class GpuShare:
+    """Actor that holds a part of one GPU."""
+
+    def where(self) -> tuple[str, str]:
+        """Node and GPU."""
+        return ray.get_runtime_context().get_node_id(), str(ray.get_gpu_ids()[0])
+
+
 @dataclass(slots=True)
 class _Replica:
-    """One replica: waiting for room or loading until `facts` is there."""
+    """One replica: waiting for room or loading until `facts` is there. actors: the engine, after its shares."""
 
-    handle: Any
+    actors: list[Any] = field(default_factory=list)
     facts: EngineFacts | None = None
     load_tokens: int = 0
+
+    @property
+    def handle(self) -> Any:
+        """The engine's actor."""
+        return self.actors[-1]
+
+    def kill(self) -> None:
+        """Kill what is left of it."""
+        for actor in self.actors:
+            ray.kill(actor)
 
 
 class EnginePool:
@@ -164,7 +183,7 @@ class EnginePool:
             replica = self._replicas.pop(replica_id, None)
             if replica is None:
                 return
-            ray.kill(replica.handle)
+            replica.kill()
             self._replacements += 1
             if self._replacements > self._engine.max_replacements:
                 self._give_up(
@@ -196,7 +215,7 @@ class EnginePool:
         if closing:
             ray.wait(closing, num_returns=len(closing), timeout=CLOSE_TIMEOUT_S)
         for replica in replicas:
-            ray.kill(replica.handle)
+            replica.kill()
 
     # Details; the caller holds the lock.
 
@@ -216,15 +235,7 @@ class EnginePool:
 
     def _launch(self) -> None:
         """Start one replica in the background."""
-        replica_id, need = next(self._ids), _resources(self._engine)
-        environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(self._engine.cpus)))}
-        actor = ray.remote(EngineReplica).options(
-            num_cpus=need["CPU"],
-            num_gpus=need.get("GPU", 0),
-            max_concurrency=REPLICA_THREADS,
-            runtime_env={"env_vars": environment},
-        )
-        replica = _Replica(actor.remote(self._spec, self._engine.request_timeout_s))
+        replica_id, replica = next(self._ids), _Replica()
         self._replicas[replica_id] = replica
         threading.Thread(target=self._bring_up, args=(replica_id, replica), daemon=True).start()
 
@@ -238,9 +249,9 @@ class EnginePool:
             # Ray puts the traceback of the engine's process before what it said.
             reason = str(error).rpartition("EngineError:")[2].strip()
             with self._changed:
+                replica.kill()
                 if self._replicas.pop(replica_id, None) is None:
                     return
-                ray.kill(replica.handle)
                 if replica_id >= self._engine.replicas and self._ready():
                     log.warning("no replacement, %d replicas go on: %s", len(self._ready()), reason)
                 else:
@@ -252,7 +263,22 @@ class EnginePool:
 
     def _load(self, replica: _Replica) -> EngineFacts:
         need, timeout_s = _resources(self._engine), self._engine.start_timeout_s
+        environment = ENVIRONMENT | {"OMP_NUM_THREADS": str(max(1, int(self._engine.cpus)))}
         try:
+            options: dict[str, Any] = {"num_gpus": need.get("GPU", 0)}
+            if self._shares_gpus():
+                node, gpus = self._reserve_shares(replica, timeout_s)
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+                options = on(node)
+            actor = ray.remote(EngineReplica).options(
+                **options
+                | {
+                    "num_cpus": need["CPU"],
+                    "max_concurrency": REPLICA_THREADS,
+                    "runtime_env": {"env_vars": environment},
+                }
+            )
+            replica.actors.append(actor.remote(self._spec, self._engine.request_timeout_s))
             facts: EngineFacts = ray.get(replica.handle.facts.remote(), timeout=timeout_s)
         except GetTimeoutError:
             raise EngineError(
@@ -261,6 +287,19 @@ class EnginePool:
                 "engine.cpus or engine.gpus_per_worker"
             ) from None
         return facts
+
+    def _shares_gpus(self) -> bool:
+        return self._engine.tensor_parallel > 1 and 0 < self._engine.gpus_per_worker < 1
+
+    def _reserve_shares(self, replica: _Replica, timeout_s: float) -> tuple[str, list[str]]:
+        """A share of a GPU for every rank, all on one node: that node, and the GPUs."""
+        share = {"num_cpus": 0, "num_gpus": self._engine.gpus_per_worker}
+        replica.actors.append(ray.remote(GpuShare).options(**share).remote())
+        node, first = ray.get(replica.actors[0].where.remote(), timeout=timeout_s)
+        for _ in range(self._engine.tensor_parallel - 1):
+            replica.actors.append(ray.remote(GpuShare).options(**on(node) | share).remote())
+        places = ray.get([actor.where.remote() for actor in replica.actors[1:]], timeout=timeout_s)
+        return node, [first, *(gpu for _, gpu in places)]
 
     def _check_cluster(self) -> None:
         """Refuse at once what the cluster can never hold."""
@@ -280,10 +319,10 @@ def _resources(engine: EngineConfig) -> dict[str, float]:
     """What one replica reserves; its tensor-parallel workers share it, hence the node."""
     need = {"CPU": engine.cpus}
     if engine.gpus_per_worker:
-        if engine.gpus_per_worker < 1 and engine.tensor_parallel > 1:
+        if engine.gpus_per_worker <= 0.5 and engine.tensor_parallel > 1:
             raise EngineError(
                 f"engine.gpus_per_worker={engine.gpus_per_worker} with engine.tensor_parallel="
-                f"{engine.tensor_parallel}: Ray would put several workers on one GPU; use whole GPUs"
+                f"{engine.tensor_parallel}: Ray would put two ranks on one GPU; give each more than half of one"
             )
         need["GPU"] = engine.gpus_per_worker * engine.tensor_parallel
     return need

@@ -47,16 +47,16 @@ class _Node:
     gpus: list[_Gpu]
     cpus: float
 
-    def take(self, gpus: float, cpus: float) -> list[_Gpu] | None:
-        """The GPUs of a process that now sits here; None without room."""
-        share = min(1.0, gpus) - _EPS
+    def take(self, share: float, times: int, cpus: float) -> list[_Gpu] | None:
+        """The GPUs of a process that now sits here, with `times` shares (or whole GPUs); None without room."""
+        each, count = min(1.0, share), math.ceil(times * max(1.0, share)) if share else 0
         fullest_first = sorted(self.gpus, key=lambda gpu: gpu.free)
-        taken = [gpu for gpu in fullest_first if gpu.free >= share][: math.ceil(gpus - _EPS)]
-        if cpus > self.cpus + _EPS or len(taken) < gpus - _EPS:
+        taken = [gpu for gpu in fullest_first if gpu.free >= each - _EPS][:count]
+        if cpus > self.cpus + _EPS or len(taken) < count:
             return None
         self.cpus -= cpus
         for gpu in taken:
-            gpu.free -= min(1.0, gpus)
+            gpu.free -= each
         return taken
 
 
@@ -86,13 +86,15 @@ def place(config: JobConfig, cluster: Cluster) -> Placement | None:
     ]
     engine, train = config.engine, config.train
 
-    def start(gpus: float, cpus: float) -> list[_Gpu] | None:
-        taken = (node.take(gpus, cpus) for node in nodes)
+    def start(share: float, times: int, cpus: float) -> list[_Gpu] | None:
+        taken = (node.take(share, times, cpus) for node in nodes)
         return next((found for found in taken if found is not None), None)
 
-    per_replica = engine.tensor_parallel * engine.gpus_per_worker
-    engines = [start(per_replica, engine.cpus) for _ in range(engine.replicas)]
-    trainers = [start(train.gpus_per_worker, train.cpus_per_worker) for _ in range(train.workers)]
+    ranks, share = engine.tensor_parallel, engine.gpus_per_worker
+    engines = [start(share, ranks, engine.cpus) for _ in range(engine.replicas)]
+    trainers = [
+        start(train.gpus_per_worker, 1, train.cpus_per_worker) for _ in range(train.workers)
+    ]
     for gpu in (gpu for found in engines for gpu in found or ()):
         gpu.engines += 1
     for gpu in (gpu for found in trainers for gpu in found or ()):
@@ -108,10 +110,12 @@ def check(config: JobConfig, cluster: Cluster, placed: Placement | None) -> Chec
         ("engine", engine.gpus_per_worker, engine.tensor_parallel),
         ("train", train.gpus_per_worker, 1),
     ):
-        if share % 1 and (share > 1 or workers > 1):
-            beside = f" with engine.tensor_parallel={workers}" if workers > 1 else ""
-            reason = f"{name}.gpus_per_worker={share:g}{beside}: Ray shares one GPU, never several"
+        if share % 1 and share > 1:
+            reason = f"{name}.gpus_per_worker={share:g}: a share is at most one GPU"
             return Check("placement", "fail", reason, "use whole GPUs")
+        if workers > 1 and 0 < share <= 0.5:
+            reason = f"{name}.gpus_per_worker={share:g} with engine.tensor_parallel={workers}: two ranks would meet on a GPU"
+            return Check("placement", "fail", reason, "give each rank more than half a GPU")
     per_replica = engine.tensor_parallel * engine.gpus_per_worker
     needs = (
         f"{engine.replicas} engines of {per_replica:g} GPUs and {engine.cpus:g} CPUs, {train.workers} trainers "

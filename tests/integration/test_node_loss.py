@@ -1,5 +1,6 @@
-"""A machine that dies in the middle of a run takes an engine and a part of the cache with it, and nothing else."""
+"""Two nodes: one that dies in the middle of a run, and one whose GPUs an engine shares with trainers."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -12,11 +13,12 @@ import psutil
 import pytest
 import ray
 
-from eagle3_train.config import JobConfig
-from eagle3_train.engines.pool import close_pool, spec_for, start_pool
+from eagle3_train.config import EngineConfig, JobConfig
+from eagle3_train.engines.pool import GpuShare, close_pool, spec_for, start_pool
 from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import read_metrics
 from eagle3_train.stages import train
+from tests import tiny
 from tests.integration.test_stream import write_run
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(400)]
@@ -26,10 +28,10 @@ Node = subprocess.Popen[bytes]
 
 @pytest.fixture
 def second_node(ray_cluster: str) -> Iterator[Node]:
-    """A raylet with three CPUs of its own."""
+    """A raylet with three CPUs and two (logical) GPUs of its own."""
     address = ray.get_runtime_context().gcs_address
     start = [str(Path(sys.executable).parent / "ray"), "start", "--address", address, "--block"]
-    sizes = ["--num-cpus=3", "--object-store-memory=100000000"]
+    sizes = ["--num-cpus=3", "--num-gpus=2", "--object-store-memory=100000000"]
     alive = sum(node["Alive"] for node in ray.nodes())
     node = subprocess.Popen([*start, *sizes], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
@@ -47,6 +49,26 @@ def lose(node: Node) -> None:
         for process in [*whole.children(recursive=True), whole]:
             process.kill()
         node.wait()
+
+
+def test_an_engine_shares_each_of_its_gpus_with_a_trainer(
+    second_node: Node, tiny_models: Path
+) -> None:
+    spec = tiny.engine_spec(tiny_models / "llama", "capture", (2, 8))
+    pool = start_pool(spec, EngineConfig(tensor_parallel=2, gpus_per_worker=0.7, cpus=1))
+    try:
+        (engine,) = ray.get(pool.handles.remote()).values()
+        shown = ray.get(engine.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"]))
+        trainers = [ray.remote(GpuShare).options(num_cpus=0, num_gpus=0.3).remote() for _ in "ab"]
+        gpus = [gpu for _, gpu in ray.get([t.where.remote() for t in trainers], timeout=60)]
+        assert sorted(shown.split(",")) == sorted(gpus) == ["0", "1"]
+    finally:
+        close_pool(pool)
+    del trainers
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("GPU") != 2:
+        assert time.monotonic() < deadline, "shares were kept"
+        time.sleep(0.5)
 
 
 def test_a_dead_node_costs_its_engine_and_its_cached_samples_only(
