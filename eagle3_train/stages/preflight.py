@@ -112,7 +112,11 @@ def run(config: JobConfig, depth: Depth, package: Path) -> Report:
             reason = f"left out, so neither memory nor the stream's budget is checked: {error}"
             fix = "repair what the static depth names"
             report.depths["plan"] = [Check("plan", "fail", reason, fix)]
-    if depth == "live" and not report.blocking:
+    if depth == "live" and report.blocking:
+        reason = "not run, since checks above failed"
+        fix = "repair them, or name them in preflight.skip"
+        report.depths["live"] = [Check("engine_start", "warn", reason, fix)]
+    elif depth == "live":
         report.depths["live"] = _live(config, facts)
     return report
 

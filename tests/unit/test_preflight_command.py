@@ -129,3 +129,10 @@ def test_outside_a_cluster_the_live_depth_says_what_it_leaves_out(target, tmp_pa
         "fail",
         True,
     )
+
+
+def test_a_live_depth_that_does_not_start_says_so(target, tmp_path):
+    job = config(tmp_path, preflight=ENGINES, engine={"tensor_parallel": 3})
+    report = preflight.run(job, "live", tmp_path / "target")
+    assert "tensor_parallel" in report.summary()
+    assert "not run" in report.depths["live"][0].reason

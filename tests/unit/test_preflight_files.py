@@ -200,6 +200,9 @@ def test_a_new_draft_vocabulary_never_joins_weights_of_the_old_one(target, tmp_p
     run.draft_vocab.unlink()
     with pytest.raises(ValueError, match="another draft vocabulary"):
         write_initial(job, samples(8, 9, 10, 11))
+    other = job.model_copy(update={"name": "other"})
+    write_initial(other, samples(8, 9, 10, 11))
+    shutil.copy(RunDir(other.run_path).draft_vocab, run.draft_vocab)
     assert list(static(tmp_path, drafter={"draft_vocab_size": 8})) == ["draft_vocabulary"]
     (run.train_storage / "ray_train" / "checkpoint_1").mkdir(parents=True)
     run.initial_weights.unlink()

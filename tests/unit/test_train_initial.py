@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eagle3_train.config import JobConfig
 from eagle3_train.records import Sample
@@ -41,11 +42,25 @@ def test_weights_that_began_with_another_draft_vocabulary_are_refused(config: Jo
     run.draft_vocab.unlink()
     with pytest.raises(ValueError, match=r"new name, or delete .*train too"):
         write_initial(config, samples(VOCAB // 2))
-    with pytest.raises(ValueError, match="another draft vocabulary"):
-        frozen_target(config, torch.float32)
-    run.draft_vocab.unlink()
     write_initial(config, samples(0))  # the same vocabulary again
     torch.testing.assert_close(frozen_target(config, torch.float32).d2t, begun)
+    other = config.model_copy(update={"name": "other"})
+    write_initial(other, samples(VOCAB // 2))
+    RunDir(other.run_path).draft_vocab.replace(run.draft_vocab)
+    with pytest.raises(ValueError, match="another draft vocabulary"):
+        frozen_target(config, torch.float32)
+
+
+def test_weights_that_name_no_vocabulary_stay_with_theirs_only(config: JobConfig) -> None:
+    run = RunDir(config.run_path)
+    write_initial(config, samples(0))
+    save_file(load_file(run.initial_weights), run.initial_weights)  # as older versions wrote it
+    write_initial(config, samples(0))
+    frozen_target(config, torch.float32)
+    run.draft_vocab.unlink()
+    with pytest.raises(ValueError, match="another draft vocabulary"):
+        write_initial(config, samples(0))
+    assert not run.draft_vocab.exists()
 
 
 def test_checkpoints_without_their_first_weights_are_refused(config: JobConfig) -> None:
