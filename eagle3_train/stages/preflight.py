@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from eagle3_train.config import JobConfig
 from eagle3_train.engines.resolve import Resolution, engine_index, resolve_target
@@ -129,20 +130,28 @@ def unusable(reason: str) -> Report:
 
 
 def _live(config: JobConfig, facts: TargetFacts) -> list[Check]:
-    """Inside a cluster the engine boots where its GPUs are, and every node is asked for its versions."""
+    """Inside a cluster every node is asked for its versions too."""
     # Only this depth needs them, and they take seconds to import.
     import ray
 
-    from eagle3_train.engines.pool import ENVIRONMENT
     from eagle3_train.preflight.live import live_checks
     from eagle3_train.preflight.nodes import node_versions, object_store
 
-    if not ray.is_initialized():
-        reason = "no cluster joined: neither its nodes' versions nor its object store are compared"
-        alone = Check(
-            "versions", "warn", reason, "submit it with ray job submit to check a cluster"
-        )
-        return [alone, *live_checks(config, facts)]
+    if ray.is_initialized():
+        store = object_store(config.stream.max_bytes_in_flight)
+        return [node_versions(), store, *in_cluster(config, live_checks, config, facts)]
+    reason = "no cluster joined: neither its nodes' versions nor its object store are compared"
+    alone = Check("versions", "warn", reason, "submit it with ray job submit to check a cluster")
+    return [alone, *live_checks(config, facts)]
+
+
+def in_cluster(config: JobConfig, checks: Callable[..., list[Check]], *of: Any) -> list[Check]:
+    """What `checks` finds in a process of its own that reserves what an engine replica does."""
+    import ray
+    from ray.exceptions import RayError
+
+    from eagle3_train.engines.pool import ENVIRONMENT
+
     gpus = config.engine.tensor_parallel if config.engine.gpus_per_worker else 0
     threads = str(max(1, int(config.engine.cpus)))
     boot = ray.remote(
@@ -151,15 +160,19 @@ def _live(config: JobConfig, facts: TargetFacts) -> list[Check]:
         max_retries=0,
         max_calls=1,  # the process takes what vLLM leaves behind with it
         runtime_env={"env_vars": ENVIRONMENT | {"OMP_NUM_THREADS": threads}},
-    )(live_checks)
-    running = boot.remote(config, facts)
+    )(checks)
+    running = boot.remote(*of)
     while not ray.wait([running], timeout=LOG_EVERY_S)[0]:
         log.info(
             "preflight: live checks run, or wait for %g GPUs and %g CPUs (free: %s)",
             gpus, config.engine.cpus, ray.available_resources(),
         )  # fmt: skip
-    checks: list[Check] = ray.get(running)
-    return [node_versions(), object_store(config.stream.max_bytes_in_flight), *checks]
+    try:
+        found: list[Check] = ray.get(running)
+    except RayError as error:
+        reason = f"its process ended: {str(error).splitlines()[0]}"
+        return [Check("engine_start", "fail", reason, "see the log above; is there memory?")]
+    return found
 
 
 def require(config: JobConfig) -> None:

@@ -1,5 +1,6 @@
 """The live depth on real engines: a tiny Llama, and a tiny target in Kimi-K2.5's shape (wrapper, MLA, MoE)."""
 
+import os
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from eagle3_train.preflight.live import (
     untrained_drafter,
 )
 from eagle3_train.preflight.nodes import node_versions, object_store
-from eagle3_train.stages.preflight import run
+from eagle3_train.stages.preflight import in_cluster, run
 from eagle3_train.target.facts import read_facts
 from tests.tiny import AUX, write_kimi, write_target
 
@@ -61,6 +62,17 @@ def test_a_sound_llama_passes_every_live_check_inside_a_cluster(
     names = [check.name for check in report.depths["live"] if check.verdict == "ok"]
     assert {"versions", "teacher_parity", "chunked_prefill", "prefix_hit", "lossless"} <= set(names)
     assert "draft_parity" in names
+
+
+@pytest.mark.ray
+def test_a_process_that_dies_with_its_engine_is_a_failed_check(
+    tmp_path: Path, ray_cluster: str
+) -> None:
+    def die() -> None:
+        os._exit(1)
+
+    (check,) = in_cluster(job(tmp_path, tmp_path), die)
+    assert (check.name, check.verdict) == ("engine_start", "fail")
 
 
 @pytest.mark.ray
