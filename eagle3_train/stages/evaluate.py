@@ -56,6 +56,7 @@ def run(config: JobConfig) -> Json:
         raise ValueError(f"no drafter in {paths.drafter}: run ray_jobs/export.py first")
     inputs = {
         "drafter": read_config(paths.drafter)["eagle3_train"]["source"],
+        "engine": config.engine.model_dump(mode="json"),
         "settings": config.evaluate.model_dump(mode="json"),
     }
     if paths.evaluation.is_file():
@@ -80,9 +81,9 @@ def run(config: JobConfig) -> Json:
     result = compose(config, plain, served, walks, leaks) | {"inputs": inputs}
     for alarm in result["alarms"]:
         log.warning("evaluate: ALARM %s", alarm)
+    write_card(paths.drafter, result["rows"])
     write_atomic(paths.evaluation, json.dumps(result, indent=1))
     shutil.rmtree(paths.measured())
-    write_card(paths.drafter, result["rows"])
     return result
 
 
