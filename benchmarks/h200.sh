@@ -68,7 +68,7 @@ serve)
   cp benchmarks/results/serve.jsonl "$out"
   ;;
 stream)
-  python3 -m benchmarks.stream --target llama8b --cases a b 2>&1 | tee "$out/stream-llama8b.txt" || status=1
+  python3 -m benchmarks.stream --target llama8b --cases a b decode 2>&1 | tee "$out/stream-llama8b.txt" || status=1
   smollm2
   python3 -m benchmarks.stream --target "$target" --cases a b 2>&1 | tee "$out/stream-smollm2.txt" || status=1
   cp benchmarks/results/stream.jsonl "$out"

@@ -131,10 +131,10 @@ def card(summary: Json) -> str:
     return "\n".join([bar, *(f"| {line:<{width}} |" for line in lines), bar])
 
 
-def compose(summary: Json, changes: Table) -> Document:
-    """What the report says, before it is Markdown, HTML or a box."""
+def _tiles(summary: Json) -> dict[str, tuple[str, str]]:
+    """The numbers a reader looks for first, and what each means."""
     k, agrees = summary["num_speculative_tokens"], summary["sampled_agreement"]
-    tiles = {
+    return {
         "acceptance length": (
             number(summary["acceptance_length"]),
             f"{k} draft tokens, 95 % interval {interval(summary['acceptance_interval'])}",
@@ -156,6 +156,11 @@ def compose(summary: Json, changes: Table) -> Document:
         ),
         "distinct bigrams": (number(summary["distinct_bigram"]), "loops flatter acceptance"),
     }
+
+
+def compose(summary: Json, changes: Table) -> Document:
+    """What the report says, before it is Markdown, HTML or a box."""
+    k = summary["num_speculative_tokens"]
     stages = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in summary["wall_s"].items())
     facts = {
         "accepted per position": shares(summary["per_position_acceptance"]),
@@ -199,7 +204,7 @@ def compose(summary: Json, changes: Table) -> Document:
     }
     title = f"{summary['name']}: EAGLE-3 drafter for {summary['target']}"
     found = {name: table for name, table in tables.items() if table}
-    return Document(title, summary["alarms"], tiles, facts, found)
+    return Document(title, summary["alarms"], _tiles(summary), facts, found)
 
 
 def mib(count: int) -> str:
