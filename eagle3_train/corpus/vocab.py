@@ -53,16 +53,12 @@ class DraftVocab:
         """Hash of the tokens; weights carry that of the vocabulary they belong to."""
         return hashlib.sha256(self.target_ids.tobytes()).hexdigest()[:16]
 
-    def check_weights(self, path: Path, is_new: bool = False) -> None:
-        """Raise ValueError unless the drafter weights in `path` belong to this vocabulary.
-
-        Weights from before 2026-12-02 do not say; only a vocabulary made after them is refused then.
-        """
+    def check_weights(self, path: Path) -> None:
+        """Raise ValueError unless the drafter weights in `path` say that they belong to this vocabulary."""
         with reading(path), safetensors.safe_open(path, framework="numpy") as file:
-            theirs = (file.metadata() or {}).get("vocabulary", "" if is_new else self.fingerprint)
-            if theirs != self.fingerprint:
+            if (file.metadata() or {}).get("vocabulary") != self.fingerprint:
                 raise ValueError(
-                    f"{path} belongs to another draft vocabulary than this run's; give the run a new name, or "
+                    f"{path} belongs to another draft vocabulary than this run's, or to none; give the run a new name, or "
                     f"delete {path.parent} too and train again"
                 )
 

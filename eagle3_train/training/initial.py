@@ -91,7 +91,7 @@ def write_initial(config: JobConfig, train: list[Sample]) -> None:
     if not spec.full_vocab and not run.draft_vocab.exists():
         vocab = _vocabulary(config, spec, train, warm.d2t if warm else None)
         if run.initial_weights.exists():
-            vocab.check_weights(run.initial_weights, is_new=True)
+            vocab.check_weights(run.initial_weights)
         vocab.save(run.draft_vocab)
     vocabulary = None if spec.full_vocab else _vocab(config)
     if run.initial_weights.exists():
