@@ -8,7 +8,6 @@ prompts without a committed sample are asked. A prompt that cannot be answered i
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -241,7 +240,7 @@ class Progress:
             return
         self.logged = now
         left = self.total - self.before - self.finished
-        each_s = (now - self.started) / self.finished if self.finished else math.inf
+        each_s = (now - self.started) / max(self.finished, 1)  # before the first, at least so long
         log.info("rollout: %s | eta %.1f min", self.line(), left * each_s / 60)
 
     def as_dict(self) -> Json:
