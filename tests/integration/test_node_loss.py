@@ -5,7 +5,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,33 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(400)]
 Node = subprocess.Popen[bytes]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def second_node(ray_cluster: str) -> Iterator[Node]:
     """A raylet with three CPUs and two (logical) GPUs of its own."""
     address = ray.get_runtime_context().gcs_address
     start = [str(Path(sys.executable).parent / "ray"), "start", "--address", address, "--block"]
     sizes = ["--num-cpus=3", "--num-gpus=2", "--object-store-memory=100000000"]
-    alive = sum(node["Alive"] for node in ray.nodes())
+    before = alive()
     node = subprocess.Popen([*start, *sizes], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 60
-    while sum(node["Alive"] for node in ray.nodes()) == alive:
-        assert time.monotonic() < deadline, "the second node never joined"
-        time.sleep(0.5)
+    wait_until(lambda: alive() > before, "the second node never joined")
     yield node
     lose(node)
+    wait_until(
+        lambda: alive() == before, "Ray has not noticed"
+    )  # it would still place actors there
+
+
+def alive() -> int:
+    """Nodes that Ray believes to live."""
+    return sum(node["Alive"] for node in ray.nodes())
+
+
+def wait_until(condition: Callable[[], bool], otherwise: str) -> None:
+    """Wait up to a minute."""
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.5)
 
 
 def lose(node: Node) -> None:
@@ -65,10 +78,7 @@ def test_an_engine_shares_each_of_its_gpus_with_a_trainer(
     finally:
         close_pool(pool)
     del trainers
-    deadline = time.monotonic() + 30
-    while ray.available_resources().get("GPU") != 2:
-        assert time.monotonic() < deadline, "shares were kept"
-        time.sleep(0.5)
+    wait_until(lambda: ray.available_resources().get("GPU") == 2, "shares were kept")
 
 
 def test_a_dead_node_costs_its_engine_and_its_cached_samples_only(
