@@ -23,7 +23,8 @@ KEYS = (
     *("dataset", "drafter", "num_speculative_tokens", "concurrency", "temperature", "requests"),
     *("acceptance_length", "acceptance_length_kept", "acceptance_interval"),
     *("expected_acceptance_length", "expected_by_k", "per_position_acceptance"),
-    *("tokens_per_s", "tokens_per_s_plain", "speedup", "distinct_bigram", "lossless"),
+    *("tokens_per_s", "tokens_per_s_plain", "speedup", "speedup_interval"),
+    *("distinct_bigram", "lossless"),
     *("engine", "engine_dtype", "hardware", "commit", "date"),
 )
 

@@ -76,7 +76,7 @@ class Scale:
 
 WIDE = Scale(2048, 4, 48, 65536, 500, 48, 120.0, 256, 256)  # of H200s, for targets like Llama-8B
 NARROW = Scale(2048, 16, 48, 8000, 500, 48, 120.0, 256, 256)  # of H200s, for targets like SmolLM2
-CPU = Scale(127, 2, 24, 1920, 30, 24, 30.0, 16, 32)
+CPU = Scale(127, 2, 24, 1920, 30, 24, 120.0, 16, 32)
 
 
 def write_llama8b(directory: Path) -> Path:

@@ -306,6 +306,8 @@ class EvaluateConfig(Section):
     """Draft tokens served."""
     concurrency: tuple[Annotated[int, Field(ge=1, le=56)], ...] = Field((1,), min_length=1)
     """Requests in flight, one measurement each (at most 56: a replica answers 64 callers at once)."""
+    seconds: PositiveFloat = 5.0
+    """How long each measurement above concurrency 1 lasts at least; its prompts are repeated until then."""
     untrained: bool = True
     """Also serve the drafter as it was before training."""
     sampled_answers: NonNegativeInt = 0

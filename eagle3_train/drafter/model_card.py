@@ -71,6 +71,7 @@ def served(row: Json) -> dict[str, str]:
         "tokens/s": number(row["tokens_per_s"]),
         "plain tokens/s": number(row["tokens_per_s_plain"]),
         "speedup": number(row["speedup"], "x"),
+        "its 95 % interval": interval(row["speedup_interval"]),
         "distinct bigrams": number(row["distinct_bigram"]),
         "lossless": yes(row["lossless"]),
     }

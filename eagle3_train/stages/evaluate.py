@@ -220,7 +220,7 @@ def alarms(result: Json, first: int) -> list[str]:
         )
     if leaks := result["leaked"]:
         found.append(
-            f"{len(leaks)} of {result['trained']['requests']} prompts resemble training prompts: "
+            f"{len(leaks)} of {result['trained']['prompts']} prompts resemble training prompts: "
             + ", ".join(leaks[:5])
         )
     return found

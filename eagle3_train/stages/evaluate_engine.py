@@ -5,6 +5,7 @@ What each measured is kept as JSON in evaluate/measured/, so that an evaluation 
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import time
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ from eagle3_train.records import EngineFacts, Generation, Prompt
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log
 from eagle3_train.stages.evaluate_prompts import Prompts, requests, with_followups
-from eagle3_train.stages.evaluate_statistics import Answer, Measurement, Tokens
+from eagle3_train.stages.evaluate_statistics import Answer, Measurement, Timed, Tokens
 
 Datasets = dict[str, Measurement]
 """Dataset -> its measurement."""
@@ -37,6 +39,7 @@ Sampled = list[list[Tokens]]
 """For each prompt, its sampled answers."""
 
 WARM_UP_TOKENS = 32
+PASS_ROUNDS = 4  # requests of a pass, in multiples of the concurrency, at least
 SAMPLED_TOKENS = 16
 MOST_CONCURRENT = 56  # a replica answers 64 callers at once
 # The untrained drafter is slow and only its acceptance matters, which does not depend on concurrency.
@@ -72,34 +75,66 @@ def serving(config: JobConfig, spec: EngineSpec) -> Iterator[Any]:
         close_pool(pool)
 
 
-def measure(replica: Any, asked: Sequence[Request], concurrency: int) -> Measurement:
-    """Answer all with `concurrency` in flight; one at a time, each answer gets counters of its own."""
+def measure(
+    replica: Any, asked: Sequence[Request], concurrency: int, seconds: float
+) -> Measurement:
+    """Answer all, one at a time with counters of its own for each, or with `concurrency` in flight at any time.
+
+    In flight together, the prompts are repeated so that the tail of a pass, when fewer are left, stays short, and
+    passes until they have taken `seconds`.
+    """
     before: Acceptance = ray.get(replica.acceptance.remote())
-    answers, wall_s, counters = [], 0.0, before
-    for group in [[request] for request in asked] if concurrency == 1 else [asked]:
-        started, earlier = time.perf_counter(), counters
-        generations = ask(replica, group, concurrency)
-        wall_s += time.perf_counter() - started
+    answers, timed, counters = [], [], before
+    if concurrency == 1:
+        for request in asked:
+            earlier = counters
+            (generation,), one = _timed(replica, [request], 1)
+            counters = ray.get(replica.acceptance.remote())
+            alone = counters - earlier
+            own = alone.num_drafts, alone.accepted_per_position
+            answers.append(Answer(request.id, generation.prompt_ids, generation.output_ids, *own))
+            timed.append(one)
+    else:
+        copies = math.ceil(PASS_ROUNDS * concurrency / len(asked))
+        repeated = [replace(r, id=f"{r.id}#{copy}") for copy in range(copies) for r in asked]
+        while sum(one.seconds for one in timed) < seconds:
+            generations, one = _timed(replica, repeated, concurrency)
+            timed.append(one)
         counters = ray.get(replica.acceptance.remote())
-        alone = counters - earlier
-        own = (alone.num_drafts, alone.accepted_per_position) if concurrency == 1 else ()
-        answers += [Answer(g.id, g.prompt_ids, g.output_ids, *own) for g in generations]
+        answers = [
+            Answer(request.id, generation.prompt_ids, generation.output_ids)
+            for request, generation in zip(asked, generations, strict=False)
+        ]
     total = counters - before
-    return Measurement(tuple(answers), wall_s, total.num_drafts, total.accepted_per_position)
+    return Measurement(tuple(answers), tuple(timed), total.num_drafts, total.accepted_per_position)
+
+
+def _timed(
+    replica: Any, asked: Sequence[Request], concurrency: int
+) -> tuple[list[Generation], Timed]:
+    started = time.perf_counter()
+    generations = ask(replica, asked, concurrency)
+    tokens = sum(len(generation.output_ids) for generation in generations)
+    return generations, Timed(len(asked), tokens, time.perf_counter() - started)
 
 
 def measure_all(
     config: JobConfig, replica: Any, prompts: Prompts, concurrency: Sequence[int], seed: int
 ) -> Passes:
-    """Every dataset at every concurrency, after a short warm-up."""
+    """Every dataset at every concurrency, after a warm-up on prompts of each dataset."""
     passes: Passes = {count: {} for count in concurrency}
-    first = requests(config, next(iter(prompts.values())), seed)[0]
+    asked = {name: requests(config, group, seed) for name, group in prompts.items()}
     for count in concurrency:
-        warm = [replace(first, id=str(i), max_new_tokens=WARM_UP_TOKENS) for i in range(count)]
+        warm = [
+            replace(request, id=f"{name}/{i}", max_new_tokens=WARM_UP_TOKENS)
+            for name, group in asked.items()
+            for i, request in enumerate(islice(cycle(group), count))
+        ]
         ask(replica, warm, count)
-        for name, group in prompts.items():
-            passes[count][name] = measure(replica, requests(config, group, seed), count)
-            log.info("evaluate: %s x%d | %.1f tok/s", name, count, passes[count][name].tokens_per_s)
+        for name, group in asked.items():
+            seconds = config.evaluate.seconds
+            passes[count][name] = found = measure(replica, group, count, seconds)
+            log.info("evaluate: %s x%d | %.1f tok/s", name, count, found.tokens_per_s)
     return passes
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,7 @@ from eagle3_train.drafter.walk import Acceptance
 LOOP_MIN_TOKENS = 32
 LOOP_BIGRAMS = 0.5  # of an ordinary 128-token answer, about 0.9 of the bigrams are distinct
 DRAWS = 2000
+LEAST_TIMED = 3
 
 Tokens = tuple[int, ...]
 
@@ -30,24 +31,37 @@ class Answer:
     accepted_per_position: tuple[int, ...] | None = None
 
 
+class Timed(NamedTuple):
+    """Requests answered together, the tokens that came back, and the seconds they took."""
+
+    requests: int
+    tokens: int
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One pass over the prompts of one dataset; wall_s is its time in seconds, the rest vLLM's counters over it."""
+    """The prompts of one dataset, asked one at a time or again and again together.
+
+    answers: one for each prompt. timed: one for each request, or for each pass over all. The rest are vLLM's
+    counters over everything that was timed.
+    """
 
     answers: tuple[Answer, ...]
-    wall_s: float
+    timed: tuple[Timed, ...]
     num_drafts: int
     accepted_per_position: tuple[int, ...]
 
     @property
-    def output_tokens(self) -> int:
-        """Tokens the engine produced."""
-        return sum(len(answer.output_ids) for answer in self.answers)
+    def total(self) -> Timed:
+        """Everything that was timed."""
+        requests, tokens, seconds = zip(*self.timed, strict=True)
+        return Timed(sum(requests), sum(tokens), sum(seconds))
 
     @property
     def tokens_per_s(self) -> float:
         """Output tokens per second, all requests together."""
-        return self.output_tokens / self.wall_s
+        return self.total.tokens / self.total.seconds
 
 
 def pooled(datasets: Mapping[str, Measurement]) -> Measurement:
@@ -55,7 +69,7 @@ def pooled(datasets: Mapping[str, Measurement]) -> Measurement:
     parts = datasets.values()
     return Measurement(
         answers=tuple(answer for part in parts for answer in part.answers),
-        wall_s=sum(part.wall_s for part in parts),
+        timed=tuple(timed for part in parts for timed in part.timed),
         num_drafts=sum(part.num_drafts for part in parts),
         accepted_per_position=tuple(
             map(sum, zip(*(part.accepted_per_position for part in parts), strict=True))
@@ -77,7 +91,7 @@ def served_row(
     acceptance_length is vLLM's own count; acceptance_length_kept leaves out drafts accepted beyond the end of
     an answer.
     """
-    drafts = max(served.num_drafts, 1)
+    drafts, total = max(served.num_drafts, 1), served.total
     per_position = [count / drafts for count in served.accepted_per_position]
     k = len(per_position)
     by_k = [] if walked is None else walked.expected_length.tolist()
@@ -87,11 +101,12 @@ def served_row(
     same = [alone[answer.id] == answer.output_ids for answer in served.answers]
     return {
         "num_speculative_tokens": k,
-        "requests": len(outputs),
-        "output_tokens": served.output_tokens,
+        "prompts": len(outputs),
+        "requests": total.requests,
+        "output_tokens": total.tokens,
         "num_drafts": served.num_drafts,
         "acceptance_length": 1.0 + sum(per_position),
-        "acceptance_length_kept": (served.output_tokens - len(outputs)) / drafts,
+        "acceptance_length_kept": (total.tokens - total.requests) / drafts,
         "acceptance_interval": acceptance_interval(served.answers),
         "expected_acceptance_length": by_k[k - 1] if by_k else None,
         "expected_by_k": by_k,
@@ -102,6 +117,7 @@ def served_row(
         "tokens_per_s": served.tokens_per_s,
         "tokens_per_s_plain": plain.tokens_per_s if plain else None,
         "speedup": served.tokens_per_s / plain.tokens_per_s if plain else None,
+        "speedup_interval": speedup_interval(served, plain) if plain else None,
         "distinct_bigram": distinct_bigrams(outputs),
         "looping": looping(outputs),
         "identical_answers": sum(same) / len(same),
@@ -137,6 +153,17 @@ def acceptance_interval(answers: Sequence[Answer], seed: int = 0) -> list[float]
     if counts is None:
         return None
     return _edges(_resampled(counts, _draws(len(counts), seed)))
+
+
+def speedup_interval(served: Measurement, plain: Measurement) -> list[float] | None:
+    """95 % bootstrap interval of the ratio of tokens per second, over what was timed; None with fewer than three."""
+    if min(len(served.timed), len(plain.timed)) < LEAST_TIMED:
+        return None
+    ours, theirs = (
+        np.array(side.timed)[_draws(len(side.timed), seed)].sum(axis=1)
+        for seed, side in enumerate((served, plain))
+    )
+    return _edges((ours[:, 1] / ours[:, 2]) / (theirs[:, 1] / theirs[:, 2]))
 
 
 def paired_difference(

@@ -147,7 +147,8 @@ def _tiles(summary: Json) -> dict[str, tuple[str, str]]:
         ),
         "speedup": (
             number(summary["speedup"], "x"),
-            f"at concurrency {summary['concurrency']}, same engine without drafter",
+            f"at concurrency {summary['concurrency']}, same engine without drafter, "
+            f"95 % interval {interval(summary['speedup_interval'])}",
         ),
         "lossless": (
             yes(summary["lossless"]),

@@ -133,7 +133,8 @@ def _update(
     if parameters[0].is_cuda and parameters[0].dtype == torch.bfloat16:
         from eagle3_train.training import optim_kernels
 
-        torch._foreach_add_([state["step"] for state in states], 1 - skip)
+        # alpha picks the tensor overload; the one with a number would wait for the device
+        torch._foreach_add_([state["step"] for state in states], 1 - skip, alpha=1)
         for parameter, grad, state in zip(parameters, grads, states, strict=True):
             optim_kernels.adamw_(parameter, grad, state, group, inverse, skip)
         return

@@ -22,7 +22,14 @@ from eagle3_train.records import EngineFacts, Generation, Sample
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import evaluate, evaluate_prompts
 from eagle3_train.stages.evaluate_engine import Measured, keep, read_kept
-from eagle3_train.stages.evaluate_statistics import Answer, Measurement, pooled, served_row
+from eagle3_train.stages.evaluate_statistics import (
+    Answer,
+    Measurement,
+    Timed,
+    pooled,
+    served_row,
+    speedup_interval,
+)
 from eagle3_train.stages.evaluate_walk import Walks, packed
 from tests.tiny import write_tokenizer
 
@@ -41,14 +48,16 @@ EXPORTED = {
 VARIED, PROMPT = tuple(range(40)), tuple(range(10))
 
 
-def passed(ids: tuple[int, ...] = VARIED, wall_s: float = 2.0, prompts: int = 4) -> Measurement:
-    """40-token answers in 20 rounds each: 39 tokens after the first, 19 of them drafted."""
+def passed(ids: tuple[int, ...] = VARIED, prompts: int = 4) -> Measurement:
+    """40-token answers in 20 rounds and half a second each: 39 tokens after the first, 19 of them drafted."""
     answers = tuple(Answer(f"p{i}", PROMPT, ids, 20, (12, 5, 2)) for i in range(prompts))
-    return Measurement(answers, wall_s, 20 * prompts, (12 * prompts, 5 * prompts, 2 * prompts))
+    counts = 20 * prompts, (12 * prompts, 5 * prompts, 2 * prompts)
+    return Measurement(answers, (Timed(1, 40, 0.5),) * prompts, *counts)
 
 
-def plainly(ids: tuple[int, ...] = VARIED, wall_s: float = 3.0) -> Measurement:
-    return Measurement(tuple(Answer(f"p{i}", PROMPT, ids) for i in range(4)), wall_s, 0, ())
+def plainly(ids: tuple[int, ...] = VARIED, seconds: float = 0.75) -> Measurement:
+    answers = tuple(Answer(f"p{i}", PROMPT, ids) for i in range(4))
+    return Measurement(answers, (Timed(1, 40, seconds),) * 4, 0, ())
 
 
 def measured(
@@ -112,11 +121,35 @@ def test_a_row_agrees_with_counts_made_by_hand() -> None:
     assert row["per_position_acceptance"] == [0.6, 0.25, 0.1]
     assert (row["tokens_per_s"], row["tokens_per_s_plain"]) == (80.0, pytest.approx(160 / 3))
     assert row["speedup"] == pytest.approx(1.5)
+    assert row["speedup_interval"] == pytest.approx([1.5, 1.5])
     assert row["lossless"] is True
 
 
+def test_the_interval_of_a_speedup_covers_what_its_timings_scatter() -> None:
+    steady, once = plainly(), replace(plainly(), timed=(Timed(4, 160, 3.0),))
+    seconds = np.random.default_rng(0).uniform(0.4, 0.6, 40)
+    scattered = replace(passed(), timed=tuple(Timed(1, 40, s) for s in seconds))
+    found = speedup_interval(scattered, steady)
+    assert found is not None
+    assert found[0] < scattered.tokens_per_s / steady.tokens_per_s < found[1]
+    assert found[1] - found[0] < 0.15  # single timings differ by 50 %
+    assert speedup_interval(scattered, once) is None
+
+
+def test_prompts_asked_several_times_count_once_as_prompts_and_always_in_the_counters() -> None:
+    twice = replace(
+        passed(),
+        timed=(Timed(8, 320, 4.0),) * 2,
+        num_drafts=320,
+        accepted_per_position=(192, 80, 32),
+    )
+    row = served_row(twice, plainly(), plainly(), None, exact=True)
+    assert (row["prompts"], row["requests"], row["output_tokens"]) == (4, 16, 640)
+    assert row["acceptance_length"] == row["acceptance_length_kept"] == 39 / 20
+
+
 def test_pooling_two_datasets_is_measuring_them_as_one() -> None:
-    both = pooled({"a": passed(prompts=1, wall_s=1.0), "b": passed(prompts=3, wall_s=1.0)})
+    both = pooled({"a": passed(prompts=1), "b": passed(prompts=3)})
     assert replace(both, answers=()) == replace(passed(), answers=())
 
 

@@ -155,6 +155,7 @@ def test_the_card_gives_launch_lines_and_later_the_measured_acceptance(
         "tokens_per_s": 40.0,
         "tokens_per_s_plain": None,
         "speedup": None,
+        "speedup_interval": None,
         "distinct_bigram": 0.9,
         "lossless": True,
         "hardware": "2 CPU cores",
@@ -163,7 +164,7 @@ def test_the_card_gives_launch_lines_and_later_the_measured_acceptance(
     write_card(directory, [row, row | {"drafter": "untrained", "acceptance_length": 1.11}])
     card = (directory / "README.md").read_text()
     start = "| gsm8k | trained | 3 | 1 | 0 | 1.85 | 1.70 to 2.00 | 1.83 | 0.60 0.20 0.05 |"
-    assert f"{start} 40.00 | - | - | 0.90 | yes |" in card
+    assert f"{start} 40.00 | - | - | - | 0.90 | yes |" in card
     assert "1.11" not in card
     validate_checkpoint(directory, export.served_target(config), spec_of(config))
 

@@ -40,6 +40,7 @@ def row(dataset: str, drafter: str, concurrency: int, length: float | None) -> d
         "tokens_per_s": 41.0,
         "tokens_per_s_plain": 30.0,
         "speedup": 1.37,
+        "speedup_interval": [1.3, 1.45],
         "distinct_bigram": 0.81,
         "lossless": True,
     }
