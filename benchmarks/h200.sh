@@ -4,8 +4,9 @@
 #   bash benchmarks/h200.sh preflight smollm2 OUT    live preflight in float32 (exact) and bfloat16
 #   bash benchmarks/h200.sh preflight kimi OUT       the same in bfloat16 for a target of Kimi-K2.5's shape, random weights
 #   bash benchmarks/h200.sh rollout SOURCES OUT      the 10,000-prompt rollout beside plain vLLM
-#   bash benchmarks/h200.sh stream OUT               capture into the trainer's memory, and colocated end to end (8B sizes, SmolLM2)
+#   bash benchmarks/h200.sh stream llama8b|smollm2 CASES OUT   the stream, "b" alone needs one engine start ("a b decode")
 #   bash benchmarks/h200.sh serve SOURCES EVAL OUT   the whole pipeline, served on MT-bench, GSM8K and HumanEval; again completes it
+#   bash benchmarks/h200.sh evaluate SOURCES EVAL OUT   the evaluation alone, of a run whose drafter is exported
 #   bash benchmarks/h200.sh step PEERS SHAPES OUT    the training step beside the peers' checkouts in PEERS ("llama8b kimi ragged kimi-32k")
 #   bash benchmarks/h200.sh real ROLLOUT OUT         500 steps on 2,000 of a rollout's answers: does fp8 cost loss
 # Everything printed goes to OUT too, line by line, so a command that is cut off still says how far it came. Target and
@@ -57,20 +58,23 @@ rollout)
   python3 benchmarks/rollout.py -c configs/h200-smollm2.yaml runs_dir="$work/runs" target.path="$target" "corpus.sources=[$2]"
   cp "$work"/runs/h200-smollm2/rollout/{state.json,accounting.json,synthesised.jsonl} benchmarks/results/rollout.jsonl "$out"
   ;;
-serve)
+serve | evaluate)
   smollm2
   job=(-c configs/h200-smollm2.yaml runs_dir="$work/runs" target.path="$target" "corpus.sources=[$2]" evaluate.num_prompts=20 evaluate.sampled_answers=16
     "evaluate.sources=[$3/mt_bench.jsonl, $3/gsm8k.jsonl, $3/humaneval.jsonl]")
-  python3 ray_jobs/pipeline.py "${job[@]}" 2>&1 | tee "$out/pipeline.txt"
+  if [[ $1 == serve ]]; then
+    python3 ray_jobs/pipeline.py "${job[@]}" 2>&1 | tee "$out/pipeline.txt"
+  else
+    job+=(evaluate.untrained=false)
+  fi
   python3 benchmarks/serve.py "${job[@]}" 2>&1 | tee "$out/serve.txt"
-  tar czf "$out/run.tgz" -C "$work/runs/h200-smollm2" metrics.jsonl timings.json evaluate report
+  (cd "$work/runs/h200-smollm2" && tar czf "$out/run.tgz" $(ls -d metrics.jsonl timings.json evaluate report 2>/dev/null))
   tar czf "$out/rollout.tgz" -C "$work/runs/h200-smollm2" rollout
   cp benchmarks/results/serve.jsonl "$out"
   ;;
 stream)
-  python3 -m benchmarks.stream --target llama8b --cases a b decode 2>&1 | tee "$out/stream-llama8b.txt" || status=1
-  smollm2
-  python3 -m benchmarks.stream --target "$target" --cases a b 2>&1 | tee "$out/stream-smollm2.txt" || status=1
+  [[ $2 == llama8b ]] || { smollm2 && set -- "$1" "$target" "${@:3}"; }
+  python3 -m benchmarks.stream --target "$2" --cases $3 2>&1 | tee "$out/stream-$(basename "$2").txt" || status=1
   cp benchmarks/results/stream.jsonl "$out"
   ;;
 step)
