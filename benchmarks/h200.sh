@@ -15,7 +15,7 @@
 set -euo pipefail
 source /opt/site/env.sh
 export PYTHONPATH=$PWD:$PYTHONPATH PYTHONUNBUFFERED=1 TRITON_F32_DEFAULT=ieee  # else float32 attention is TF32
-out=${!#}
+out=$(realpath -m "${!#}")
 work=${WORK:-/opt/eagle3}
 target=$work/smollm2-135m-instruct
 mkdir -p "$out" "$work"
