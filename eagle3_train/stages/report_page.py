@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from base64 import b64encode
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import matplotlib as mpl
@@ -105,12 +106,9 @@ def _svg(figure: Figure) -> str:
 
 
 def trained_tokens(steps: list[Json]) -> tuple[list[int], list[float]]:
-    """Steps and the tokens trained by then; steps between two records count like the later one."""
-    at, tokens = [0], [0.0]
-    for line in steps:
-        tokens.append(tokens[-1] + line["perf/tokens"] * (line["step"] - at[-1]))
-        at.append(line["step"])
-    return at, tokens
+    """Steps and the tokens trained by then, from 0."""
+    tokens = [0.0, *accumulate(float(line["perf/tokens"]) for line in steps)]
+    return [0, *(line["step"] for line in steps)], tokens
 
 
 def _training(metrics: list[Json]) -> Figure | None:

@@ -71,9 +71,14 @@ def feed(
 
     threading.Thread(target=work, name="feed", daemon=True).start()
     held: list[FedPack] = []
+    pace = stage.passed()
     while _receive(ready, held):
         ahead.release()
         yield held.pop()  # not kept here: the step frees it
+        # The host stays one pack ahead of the device: further ahead, batches would pile up in its memory.
+        before, pace = pace, stage.passed()
+        if before is not None:
+            before.synchronize()
 
 
 def _receive(ready: queue.SimpleQueue[Any], held: list[FedPack]) -> bool:
@@ -126,6 +131,14 @@ class _Stage:
                 event.record(self._stream)
         batch = PackedBatch(rows, states[:, : shape.aux], states[:, shape.aux :])
         return FedPack(captured.pack, batch, captured.bad), event
+
+    def passed(self) -> Any:
+        """CUDA event after everything the caller's stream has been given so far (None on CPU)."""
+        if self._stream is None:
+            return None
+        event = cuda.Event()
+        event.record()
+        return event
 
     def _assemble(
         self, captured: CapturedPack, samples: list[Sample], out: Tensor | None = None

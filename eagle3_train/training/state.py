@@ -21,6 +21,7 @@ from eagle3_train.runlog import log
 from eagle3_train.stream.ledger import Ledger
 from eagle3_train.stream.plan import PlanShape, Window, plan_run
 from eagle3_train.training import checkpoint
+from eagle3_train.training.clock import StepClock
 from eagle3_train.training.feed import FeedShape
 from eagle3_train.training.initial import frozen_target, load_initial, spec_of
 from eagle3_train.training.optim import AdamW
@@ -66,6 +67,7 @@ class TrainState:
     drafter: Eagle3Drafter
     frozen: FrozenTarget
     optimizer: AdamW
+    clock: StepClock
     train: list[Sample]
     held_out: list[Sample]
     ledger: Ledger
@@ -101,6 +103,7 @@ class TrainState:
                 weight_decay=config.train.weight_decay,
                 max_grad_norm=config.train.grad_clip,
             ),
+            clock=StepClock(device),
             train=train,
             held_out=held_out,
             ledger=Ledger(config.train.epochs, len(train)),

@@ -7,7 +7,6 @@ return, so the caller may acknowledge the window.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,15 +41,16 @@ def train_step(
     The loss is normalised by the supervised starts of the whole window over all ranks, so a token
     weighs the same however it was batched. FSDP averages gradients over ranks: hence times ranks.
     """
-    config, started, wait_s = state.config.train, time.monotonic(), 0.0
+    config, clock = state.config.train, state.clock
     step = state.step + 1
     logged = step % config.log_every == 0
     options = LossOptions(kind=config.loss, decay=config.decay)
     tally = Tally(config.ttt_steps, state.device)
+    waits, started = [], clock.mark()
     for _ in range(config.accumulation):
-        asked = time.monotonic()
+        asked = clock.mark()
         batch = _next_batch(state, packs)
-        wait_s += time.monotonic() - asked
+        waits.append((asked, clock.mark()))
         out = state.drafter(batch, state.frozen, options, float(max(window.starts, 1)), logged)
         (out.loss * state.ranks).backward()
         tally.add(out.loss.detach(), out.metrics)
@@ -65,18 +65,18 @@ def train_step(
     state.optimizer.set_lr(lr)
     grad_norm = state.optimizer.step()
     state.optimizer.zero_grad()
+    clock.add(window.tokens, (started, clock.mark()), waits)
     state.step = step
     state.ledger.mark((epoch + replay, row) for pack in window.packs for epoch, row in pack.entries)
     if not logged:
         return {}
     loss, accuracy, prefix = tally.reduce(state.ranks)
-    wait_s = state.longest(wait_s)
+    tokens, seconds, waited, step_s = clock.read()
     if not (math.isfinite(loss) and math.isfinite(float(grad_norm))):
         raise NonFiniteLossError(
             f"step {step}: loss {loss}, gradient norm {float(grad_norm)} "
             f"(samples {[pack.entries for pack in window.packs]}); nothing of this step is kept"
         )
-    wall_s = time.monotonic() - started
     return {
         "epoch": state.ledger.count / len(state.train),
         "train/loss": loss,
@@ -84,10 +84,10 @@ def train_step(
         "train/prefix_accuracy_k": prefix,
         "train/lr": lr,
         "train/grad_norm": float(grad_norm),
-        "perf/tokens": window.tokens,
-        "perf/tokens_per_s": window.tokens / wall_s,
-        "perf/data_wait_frac": wait_s / wall_s,
-        "perf/step_s": wall_s,
+        "perf/tokens": tokens,
+        "perf/tokens_per_s": tokens / seconds,
+        "perf/data_wait_frac": state.longest(waited) / seconds,
+        "perf/step_s": step_s,
     }
 
 

@@ -153,8 +153,8 @@ def test_what_the_run_says_cannot_inject_html(config: JobConfig) -> None:
     assert "&lt;b&gt;leak&lt;/b&gt;" in page
 
 
-def test_tokens_are_summed_over_steps_that_were_not_logged() -> None:
-    lines = [{"step": 10, "perf/tokens": 7}, {"step": 20, "perf/tokens": 9}]
+def test_tokens_trained_are_those_of_all_lines_so_far() -> None:
+    lines = [{"step": 10, "perf/tokens": 70}, {"step": 20, "perf/tokens": 90}]
     assert trained_tokens(lines) == ([0, 10, 20], [0.0, 70.0, 160.0])
 
 
