@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from eagle3_train.target.facts import TargetFacts, default_boundaries
+from eagle3_train.target.facts import TargetFacts
 
 Engine = Literal["vllm", "sglang"]
 Backend = Literal["native", "transformers", "unsupported"]
@@ -119,17 +119,6 @@ def _choose(facts: TargetFacts, index: EngineIndex) -> tuple[EngineClass, Backen
     if fallback and _ships_fitting_code(facts):
         return fallback, "transformers", True
     return EngineClass("", ""), "unsupported", False
-
-
-def tapped_boundaries(
-    layer_ids: LayerIds, ids: tuple[int, ...] | None, num_layers: int
-) -> tuple[int, ...]:
-    """Boundaries the engine taps when a drafter's config says `ids` (None: says nothing)."""
-    given = default_boundaries(num_layers) if ids is None else ids
-    shifted = layer_ids == "output_always" or (
-        ids is not None and (layer_ids == "output" or (layer_ids == "deepseek" and ids[0] == 1))
-    )
-    return tuple(i + 1 for i in given) if shifted else given
 
 
 def _installed(package: str) -> Path | None:

@@ -14,10 +14,11 @@ from eagle3_train.drafter.checkpoint_format import (
     ServedTarget,
     sglang_layer_ids,
 )
-from eagle3_train.engines.resolve import EngineIndex, Resolution, tapped_boundaries
+from eagle3_train.drafter.spec import RopeSpec
+from eagle3_train.engines.resolve import EngineIndex, Resolution
 from eagle3_train.preflight.check import Check, attempt
 from eagle3_train.rundir import reading
-from eagle3_train.target.derive import drafter_rope, drafter_spec
+from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import TargetFacts, resolve_boundaries
 
 # Beyond this a drafter's cos/sin cache costs gigabytes, so fewer positions are a choice, not a mistake.
@@ -34,49 +35,36 @@ def boundaries(config: JobConfig, facts: TargetFacts, engines: Sequence[Resoluti
         aux = tuple(chosen)
         hooks = bool(config.target.tap_by_hooks) and not engines[0].supports_eagle3
         gpu = config.engine.gpus_per_worker > 0
-        if aux[0] == 0 and (facts.mla or hooks or gpu):
-            where = (
-                "by forward hooks"
-                if hooks
-                else "on DeepSeek-like models"
-                if facts.mla
-                else "on a GPU"
-            )
+        refusals = {
+            "by forward hooks": hooks,
+            "on DeepSeek-like models": facts.mla,
+            "on a GPU": gpu,
+        }
+        where = next((where for where, refused in refusals.items() if refused), None)
+        if aux[0] == 0 and where:
             raise ValueError(f"boundary 0 (the embeddings) cannot be tapped {where}")
         trained = _initial_boundaries(config, facts.num_layers)
         if trained not in (None, aux):
             raise ValueError(
                 f"drafter.init_from was trained on boundaries {trained}, this job would feed it {aux}"
             )
-        served = [_taps(engine, aux, facts) for engine in engines if engine.supports_eagle3]
-        if hooks:
-            served.insert(0, ("vllm by forward hooks", aux))
+        who = ["trainer", *(["vllm by forward hooks"] if hooks else [])]
+        for engine in engines:
+            if engine.supports_eagle3:
+                who.append(engine.engine)
+                # Raises where no ids mean these boundaries; vLLM reads boundaries as they are.
+                served = ServedTarget(
+                    vocab_size=facts.vocab_size,
+                    hidden_size=facts.hidden_size,
+                    num_layers=facts.num_layers,
+                    serving_len=facts.max_position_embeddings,
+                    sglang_ids=engine.layer_ids or "output",
+                )
+                sglang_layer_ids(aux, served)
     except ValueError as error:
         return Check("boundaries", "fail", str(error), fix)
-    wrong = [f"{engine} would tap {taps}" for engine, taps in served if taps != aux]
-    if wrong:
-        return Check("boundaries", "fail", f"the trainer uses {aux}, but {'; '.join(wrong)}", fix)
-    who = ", ".join(["trainer", *(engine for engine, _ in served)])
-    return Check("boundaries", "ok", f"{aux} and {last} (after the last layer) for {who}")
-
-
-def _taps(
-    engine: Resolution, aux: tuple[int, ...], facts: TargetFacts
-) -> tuple[str, tuple[int, ...]]:
-    """What an engine taps when it reads the ids our export writes."""
-    if engine.engine == "vllm":
-        ids: tuple[int, ...] | None = aux
-    else:
-        served = ServedTarget(
-            vocab_size=facts.vocab_size,
-            hidden_size=facts.hidden_size,
-            num_layers=facts.num_layers,
-            serving_len=facts.max_position_embeddings,
-            sglang_ids=engine.layer_ids or "output",
-        )
-        written = sglang_layer_ids(aux, served)
-        ids = None if written is None else tuple(written)
-    return engine.engine, tapped_boundaries(engine.layer_ids, ids, facts.num_layers)
+    reason = f"{aux} and {last} (after the last layer) for {', '.join(who)}"
+    return Check("boundaries", "ok", reason)
 
 
 def _initial_boundaries(config: JobConfig, num_layers: int) -> tuple[int, ...] | None:
@@ -88,22 +76,15 @@ def _initial_boundaries(config: JobConfig, num_layers: int) -> tuple[int, ...] |
         return resolve_boundaries(read_checkpoint(directory).boundaries, num_layers)[:-1]
 
 
-def rope(config: JobConfig, facts: TargetFacts) -> Check:
+def rope(facts: TargetFacts) -> Check:
     """Whether the target's rotary embedding can be copied into the drafter."""
 
     def describe() -> str:
-        spec = drafter_rope(facts, interleaved=config.drafter.attention == "mla")
+        spec = RopeSpec.from_parameters(facts.rope)
         stretch = f" x{spec.factor:g}" if spec.factor != 1 else ""
         return f"{spec.rope_type}{stretch}, theta {spec.theta:g}, copied into the drafter"
 
-    check = attempt("rope", "this rotary embedding has no drafter yet", describe)
-    partial = facts.partial_rotary_factor
-    if check.verdict == "ok" and partial != 1:
-        reason = (
-            f"{check.reason}; the target rotates {partial:g} of each head, the drafter all of it"
-        )
-        return Check("rope", "warn", reason, "expected; no action")
-    return check
+    return attempt("rope", "this rotary embedding has no drafter yet", describe)
 
 
 def drafter(config: JobConfig, facts: TargetFacts, engines: Sequence[EngineIndex]) -> list[Check]:

@@ -34,7 +34,7 @@ def static_checks(
         *weights(facts),
         corpus(config),
         *tokenizer(config, facts),
-        rope(config, facts),
+        rope(facts),
         *drafter(config, facts, engines),
         positions(config, facts),
         tensor_parallel(config, facts),

@@ -10,7 +10,10 @@ from eagle3_train.target.facts import TargetFacts, resolve_boundaries
 
 
 def drafter_spec(facts: TargetFacts, config: DrafterConfig) -> DrafterSpec:
-    """Shape of the drafter for this target. Raises ValueError when the two do not go together."""
+    """Shape of the drafter for this target. Raises ValueError when the two do not go together.
+
+    A target that rotates part of each head gets a drafter that rotates all of it.
+    """
     mla = facts.mla if config.attention == "mla" else None
     if config.attention == "mla" and mla is None:
         raise ValueError(
@@ -36,14 +39,9 @@ def drafter_spec(facts: TargetFacts, config: DrafterConfig) -> DrafterSpec:
         num_layers=config.num_layers,
         num_aux=len(resolve_boundaries(config.aux_layers, facts.num_layers)) - 1,
         rms_norm_eps=facts.rms_norm_eps,
-        rope=drafter_rope(facts, interleaved=mla is not None),
+        rope=RopeSpec.from_parameters(facts.rope, interleaved=mla is not None),
         **(asdict(mla) if mla else {}),
         norm_output=config.norm_output,
         fc_norm=config.fc_norm,
         norm_before_fc=config.norm_before_fc,
     )
-
-
-def drafter_rope(facts: TargetFacts, interleaved: bool) -> RopeSpec:
-    """The target's RoPE; a target that rotates part of each head gets a drafter that rotates all of it."""
-    return RopeSpec.from_parameters(facts.rope, interleaved)

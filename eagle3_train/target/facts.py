@@ -82,8 +82,8 @@ class MoeFacts:
 class TargetFacts:
     """A target as its config.json describes it.
 
-    intermediate_size is the dense MLP's width. rope: rope_parameters of transformers 5 for full attention, which
-    turn a share partial_rotary_factor of each head. logit_scale multiplies the logits, logit_softcap squashes
+    intermediate_size is the dense MLP's width. rope: rope_parameters of transformers 5 for full attention, as if they
+    turned all of each head. logit_scale multiplies the logits, logit_softcap squashes
     them, norm_kind is the final norm ("rms", "rms_plus_one" = (1 + w), "layer"). quantised_bits: of a quantised
     weight with its scales; None for a kind this project cannot size; quantised_block: width of the blocks that share a
     scale, 0 without. weight_bytes is None when the directory holds no
@@ -102,7 +102,6 @@ class TargetFacts:
     intermediate_size: int
     rms_norm_eps: float
     rope: dict[str, Any]
-    partial_rotary_factor: float
     max_position_embeddings: int
     tie_word_embeddings: bool
     mla: MlaFacts | None
@@ -172,7 +171,6 @@ def facts_from(config: Config, directory: Path) -> TargetFacts:
         intermediate_size=_size(values, directory, *_DENSE_WIDTHS),
         rms_norm_eps=float(values.get("rms_norm_eps") or values.get("layer_norm_eps") or 1e-6),
         rope=_rope(values),
-        partial_rotary_factor=_partial_rotary_factor(values, head_dim),
         max_position_embeddings=_size(values, directory, "max_position_embeddings", "n_positions"),
         tie_word_embeddings=bool(tied),
         mla=_mla(values, directory),
@@ -287,33 +285,17 @@ def _size(values: Config, directory: Path, *names: str) -> int:
     return size
 
 
-def _raw_rope(values: Config) -> Config:
-    """RoPE of full attention, from transformers 5's rope_parameters or the legacy rope_scaling."""
+def _rope(values: Config) -> dict[str, Any]:
+    """RoPE of full attention, from transformers 5's rope_parameters or the legacy rope_scaling and rope_theta."""
     raw = _section(values, "rope_parameters") or _section(values, "rope_scaling")
     per_type = raw.get("full_attention")
-    return per_type if isinstance(per_type, dict) else raw
-
-
-def _rope(values: Config) -> dict[str, Any]:
-    raw = {"rope_theta": values.get("rope_theta")} | dict(_raw_rope(values))
-    words = [k for k, v in raw.items() if isinstance(v, str) and k not in ("type", "rope_type")]
+    raw = per_type if isinstance(per_type, dict) else raw
+    rope = {k: v for k, v in raw.items() if v is not None and k != "partial_rotary_factor"}
+    rope.setdefault("rope_theta", values.get("rope_theta") or 10_000.0)
+    words = [k for k, v in rope.items() if isinstance(v, str) and k not in ("type", "rope_type")]
     if words:
-        raise ValueError(f"RoPE: {words[0]} should be a number, got {raw[words[0]]!r}")
-    kind = raw.get("rope_type") or raw.get("type") or "default"
-    known = {
-        "rope_type": "default" if kind == "mrope" else str(kind),
-        "rope_theta": float(raw["rope_theta"] or values.get("rope_theta") or 10_000.0),
-    }
-    # The drafter reads text: the image axes of mRoPE collapse onto one position.
-    left_out = ("type", "partial_rotary_factor", *(key for key in raw if key.startswith("mrope")))
-    own = {k: v for k, v in raw.items() if k not in left_out and v is not None}
-    return own | known
-
-
-def _partial_rotary_factor(values: Config, head_dim: int) -> float:
-    share = _raw_rope(values).get("partial_rotary_factor") or values.get("partial_rotary_factor")
-    rotary = 0 if values.get("kv_lora_rank") else values.get("rotary_dim")
-    return float(share or (rotary or head_dim) / head_dim)
+        raise ValueError(f"RoPE: {words[0]} should be a number, got {rope[words[0]]!r}")
+    return rope
 
 
 def _mla(values: Config, directory: Path) -> MlaFacts | None:

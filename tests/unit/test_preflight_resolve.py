@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from eagle3_train.engines.resolve import (
-    engine_index,
-    generate_table,
-    resolve_target,
-    tapped_boundaries,
-)
+from eagle3_train.engines.resolve import engine_index, generate_table, resolve_target
 from eagle3_train.target.facts import facts_from
 
 TARGETS = sorted((Path(__file__).parents[1] / "fixtures" / "targets").glob("*.json"))
@@ -78,21 +73,6 @@ def test_a_wrapper_promises_only_what_its_language_model_keeps(tmp_path):
     assert resolve_target(facts_from(kimi, tmp_path), index).supports_eagle3
     kimi["text_config"]["architectures"] = ["MixtralForCausalLM"]
     assert not resolve_target(facts_from(kimi, tmp_path), index).supports_eagle3
-
-
-@pytest.mark.parametrize(
-    ("layer_ids", "ids", "tapped"),
-    [
-        ("boundary", (1, 3), (1, 3)),
-        ("output", (1, 3), (2, 4)),
-        ("deepseek", (1, 3), (2, 4)),
-        ("deepseek", (3, 5), (3, 5)),
-        ("output", None, (2, 16, 29)),
-        ("output_always", None, (3, 17, 30)),
-    ],
-)
-def test_engines_read_the_same_ids_as_different_layers(layer_ids, ids, tapped):
-    assert tapped_boundaries(layer_ids, ids, 32) == tapped
 
 
 def test_a_hand_patched_install_is_seen_as_it_is(tmp_path):
