@@ -147,9 +147,7 @@ def train(
         batch = batch_of(pack, options.ttt, device, dtype)
         loss = drafter(batch, target, chosen, float(max(batch.rows.supervised_starts, 1))).loss
         loss.backward()
-        rate = learning_rate(
-            step + 1, peak=options.lr, warmup=20, total=options.steps, decay="cosine", floor=0.1
-        )
+        rate = learning_rate(step + 1, peak=options.lr, warmup=20, total=options.steps, floor=0.1)
         optimizer.set_lr(rate)
         optimizer.step()
         optimizer.zero_grad()

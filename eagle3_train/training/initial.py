@@ -44,16 +44,8 @@ def frozen_target(config: JobConfig, dtype: torch.dtype) -> FrozenTarget:
     """The target's tensors and the run's draft vocabulary, on CPU."""
     if spec_of(config).full_vocab:
         return _frozen(config, dtype, None)
-    return _frozen(config, dtype, torch.from_numpy(_vocab(config).d2t))
-
-
-def _vocab(config: JobConfig) -> DraftVocab:
-    """The run's draft vocabulary. Raises ValueError when its weights began with another one."""
-    run = RunDir(config.run_path)
-    vocab = DraftVocab.load(run.draft_vocab, renderer_of(config).fingerprint)
-    if run.initial_weights.exists():
-        vocab.check_weights(run.initial_weights)
-    return vocab
+    vocab = DraftVocab.load(RunDir(config.run_path).draft_vocab, renderer_of(config).fingerprint)
+    return _frozen(config, dtype, torch.from_numpy(vocab.d2t))
 
 
 def read_drafter(
@@ -88,12 +80,14 @@ def write_initial(config: JobConfig, train: list[Sample]) -> None:
     warm = (
         read_checkpoint(Path(config.drafter.init_from), spec) if config.drafter.init_from else None
     )
-    if not spec.full_vocab and not run.draft_vocab.exists():
+    vocabulary = "all"
+    if not spec.full_vocab:
         vocab = _vocabulary(config, spec, train, warm.d2t if warm else None)
+        vocabulary = vocab.fingerprint
         if run.initial_weights.exists():
             vocab.check_weights(run.initial_weights)
-        vocab.save(run.draft_vocab)
-    vocabulary = None if spec.full_vocab else _vocab(config)
+        if not run.draft_vocab.exists():
+            vocab.save(run.draft_vocab)
     if run.initial_weights.exists():
         return
     if any(run.train_storage.glob("*/checkpoint_*")):
@@ -109,15 +103,17 @@ def write_initial(config: JobConfig, train: list[Sample]) -> None:
     run.initial_weights.parent.mkdir(parents=True, exist_ok=True)
     temporary = run.initial_weights.with_suffix(".tmp")
     weights = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
-    save_file(weights, temporary, {"vocabulary": vocabulary.fingerprint if vocabulary else "all"})
+    save_file(weights, temporary, {"vocabulary": vocabulary})
     temporary.replace(run.initial_weights)
 
 
 def _vocabulary(
     config: JobConfig, spec: DrafterSpec, train: list[Sample], given: Tensor | None
 ) -> DraftVocab:
-    """A warm start's own draft vocabulary, or the tokens supervised most often."""
-    renderer = renderer_of(config)
+    """The run's draft vocabulary; at first a warm start's own, or the tokens supervised most often."""
+    renderer, file = renderer_of(config), RunDir(config.run_path).draft_vocab
+    if file.exists():
+        return DraftVocab.load(file, renderer.fingerprint)
     if given is not None:
         t2d = membership(given, spec.vocab_size).numpy()
         return DraftVocab(given.numpy(), t2d, {}, renderer.fingerprint)

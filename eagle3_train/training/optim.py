@@ -5,8 +5,8 @@ device: the gradient norm is a tensor, and an update with a non-finite norm chan
 """
 
 import math
-from collections.abc import Callable, Iterable
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,25 +14,16 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-Decay = Literal["cosine", "linear", "constant"]
 
+def learning_rate(done: float, *, peak: float, warmup: float, total: float, floor: float) -> float:
+    """Learning rate after `done` of `total` steps.
 
-def learning_rate(
-    done: float, *, peak: float, warmup: float, total: float, decay: Decay, floor: float = 0.0
-) -> float:
-    """Learning rate after `done` of `total` units (samples or steps, as long as all three agree).
-
-    Rises linearly over `warmup` units, then falls to floor * peak at `total`.
+    Rises linearly over `warmup` steps, then falls along a cosine to floor * peak at `total`.
     """
     if done < warmup:
         return peak * done / warmup
     progress = min(1.0, (done - warmup) / max(total - warmup, 1e-9))
-    shape = {
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-        "linear": 1 - progress,
-        "constant": 1.0,
-    }[decay]
-    return peak * (floor + (1 - floor) * shape)
+    return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -62,8 +53,7 @@ class AdamW(torch.optim.Optimizer):
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        defaults = {"lr": lr, "betas": betas, "eps": eps}
-        super().__init__([group for group in groups if group["params"]], defaults)
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
@@ -95,9 +85,9 @@ class AdamW(torch.optim.Optimizer):
             }
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> Tensor:  # type: ignore[override]
+    def step(self, closure: None = None) -> Tensor:  # type: ignore[override]
         """Clip, update, and return the norm before clipping. A non-finite norm leaves everything as it was."""
-        assert closure is None
+        assert closure is None  # torch's distributed checkpoints pass one
         norm = self.grad_norm()
         inverse = torch.clamp((norm + 1e-6) / self.max_grad_norm, min=1.0)  # divides gradients
         skip = (~norm.isfinite()).float()

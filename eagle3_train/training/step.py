@@ -59,7 +59,6 @@ def train_step(
         peak=config.lr,
         warmup=config.warmup_ratio * state.total_steps,
         total=state.total_steps,
-        decay="cosine",
         floor=config.min_lr_ratio,
     )
     state.optimizer.set_lr(lr)

@@ -48,7 +48,7 @@ def test_weights_that_began_with_another_draft_vocabulary_are_refused(config: Jo
     write_initial(other, samples(VOCAB // 2))
     RunDir(other.run_path).draft_vocab.replace(run.draft_vocab)
     with pytest.raises(ValueError, match="another draft vocabulary"):
-        frozen_target(config, torch.float32)
+        write_initial(config, samples(0))
 
 
 def test_weights_that_name_no_vocabulary_are_refused(config: JobConfig) -> None:
