@@ -330,9 +330,7 @@ def write_drafter(
             else:
                 parameter.normal_(std=2 * parameter.shape[1] ** -0.5, generator=generator)
     kept = torch.randperm(VOCAB, generator=generator)[: spec.draft_vocab_size].sort().values
-    served = ServedTarget(
-        vocab_size=VOCAB, hidden_size=HIDDEN, num_layers=LAYERS[family], serving_len=512
-    )
+    served = ServedTarget(num_layers=LAYERS[family])
     d2t = kept - torch.arange(len(kept))
     write_checkpoint(
         directory, spec, drafter.state_dict(), d2t, AUX[family], served, dtype="float32"

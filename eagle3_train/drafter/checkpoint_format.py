@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3_train.drafter.modules import DrafterWeights
@@ -20,18 +20,22 @@ from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
 Json = dict[str, Any]
 Dtype = Literal["float32", "bfloat16"]
 Layout = Literal["eagle3", "speculators"]
+SglangIds = Literal["boundary", "output", "output_always", "deepseek"]
+"""How SGLang reads explicit aux layer ids of a target: `boundary` as they are, `output` id + 1, `output_always`
+id + 1 and so on its own default too, `deepseek` id + 1 only when the first id is 1."""
 
 LLAMA, MLA = "LlamaForCausalLMEagle3", "Eagle3DeepseekV2ForCausalLM"
-# vLLM turns a drafter of model_type deepseek_v3 into an MTP model; kimi_k2 parses as the same configuration.
-MLA_MODEL_TYPES = ("kimi_k2", "deepseek_v2")
 SWITCHES = ("norm_output", "fc_norm", "norm_before_fc")
-SIZES = {  # spec field -> config.json key
+_SIZES = {  # spec field -> config.json key
     "hidden_size": "hidden_size",
     "intermediate_size": "intermediate_size",
     "num_heads": "num_attention_heads",
     "vocab_size": "vocab_size",
     "max_position_embeddings": "max_position_embeddings",
     "num_layers": "num_hidden_layers",
+    "num_kv_heads": "num_key_value_heads",
+    "draft_vocab_size": "draft_vocab_size",
+    "num_aux": "num_aux_hidden_states",
 }
 _MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
@@ -42,18 +46,14 @@ class ExportError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTarget:
-    """What a checkpoint must agree with. serving_len: longest sequence served, tokens.
+    """What a checkpoint must agree with, beside its drafter. serving_len: longest sequence served, tokens.
 
-    sglang_ids: how SGLang reads explicit aux layer ids of this target: `boundary` as they are, `output` id + 1,
-    `output_always` id + 1 and so on its own default too, `deepseek` id + 1 only when the first id is 1.
     required_tokens: target ids the drafter must be able to propose (stop tokens, tokens of the chat template).
     """
 
-    vocab_size: int
-    hidden_size: int
     num_layers: int
-    serving_len: int
-    sglang_ids: Literal["boundary", "output", "output_always", "deepseek"] = "output"
+    serving_len: int = 0
+    sglang_ids: SglangIds = "output"
     required_tokens: tuple[int, ...] = ()
 
 
@@ -61,15 +61,6 @@ def expected_tensors(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
     """Name -> shape of every weight a drafter of this shape has; d2t, t2d and the shared embedding apart."""
     weights = DrafterWeights(spec, torch.device("meta"))
     return {name: tuple(weight.shape) for name, weight in weights.named_parameters()}
-
-
-def twins(spec: DrafterSpec) -> dict[str, str]:
-    """Copies on disk -> the weight they repeat: deeper layers norm their state by `input_layernorm` in vLLM
-    and by `hidden_norm` in SGLang."""
-    return {
-        f"layers.{layer}.hidden_norm.weight": f"layers.{layer}.input_layernorm.weight"
-        for layer in range(1, spec.num_layers)
-    }
 
 
 def engine_config(
@@ -81,11 +72,9 @@ def engine_config(
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config: Json = {
         "architectures": [MLA if mla else LLAMA],
-        "model_type": MLA_MODEL_TYPES[0] if mla else "llama",
-        **{key: getattr(spec, name) for name, key in SIZES.items()},
-        "num_key_value_heads": spec.num_kv_heads,
-        "draft_vocab_size": spec.draft_vocab_size,
-        "num_aux_hidden_states": spec.num_aux,
+        # vLLM turns a drafter of model_type deepseek_v3 into an MTP model; kimi_k2 parses as the same configuration.
+        "model_type": "kimi_k2" if mla else "llama",
+        **{key: getattr(spec, name) for name, key in _SIZES.items()},
         "eagle_aux_hidden_state_layer_ids": list(boundaries),
         "norm_before_residual": False,
         **{switch: getattr(spec, switch) for switch in SWITCHES},
@@ -106,15 +95,19 @@ def engine_config(
         config |= {key: getattr(spec, key) for key in _MLA_SIZES}
     else:
         config["head_dim"] = spec.head_dim
-    ids = sglang_layer_ids(boundaries, target)
+    ids = sglang_layer_ids(boundaries, target.num_layers, target.sglang_ids)
     if ids is not None:
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
     return config
 
 
-def sglang_layer_ids(boundaries: tuple[int, ...], target: ServedTarget) -> list[int] | None:
-    """SGLang's spelling of the boundaries; None when its default already means them."""
-    layers, reads = target.num_layers, target.sglang_ids
+def sglang_layer_ids(
+    boundaries: tuple[int, ...], layers: int, reads: SglangIds
+) -> list[int] | None:
+    """SGLang's spelling of the boundaries of a target; None when its default already means them.
+
+    Raises ExportError when it has none.
+    """
     if boundaries == (2, layers // 2, layers - 3) and reads != "output_always":
         return None
     if reads == "boundary" or (reads == "deepseek" and boundaries[0] not in (1, 2)):
@@ -131,29 +124,33 @@ def spec_from_config(config: Json) -> DrafterSpec:
     """The spec a plain (not speculators) configuration describes. Raises ExportError if we do not train it."""
     if config.get("norm_before_residual", False):
         raise ExportError("norm_before_residual=true is not an architecture this project trains")
-    mla = bool(config.get("kv_lora_rank"))
+    config = {key: value for key, value in config.items() if value is not None}
+    mla = "kv_lora_rank" in config
     try:
-        rope = config.get("rope_parameters") or {
-            "rope_theta": config.get("rope_theta", 10_000.0),
-            **(config.get("rope_scaling") or {}),
-        }
         heads = config["num_attention_heads"]
-        sizes = {name: config[key] for name, key in SIZES.items()}
-        latent: Json = {key: config.get(key) for key in _MLA_SIZES} if mla else {}
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        defaults = {
+            "num_key_value_heads": heads,
+            "head_dim": config["hidden_size"] // heads,
+            "draft_vocab_size": config["vocab_size"],
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10_000.0,
+            **dict.fromkeys(SWITCHES, False),
+        }
+        latent: Json = {}
+        config = defaults | config
         if mla:
-            head_dim = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+            latent = {key: config.get(key) for key in _MLA_SIZES}
+            config["num_key_value_heads"] = heads
+            config["head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+        rope = {"rope_theta": config["rope_theta"], **config.get("rope_scaling", {})}
         return DrafterSpec(
-            **sizes,
+            **{name: config[key] for name, key in _SIZES.items()},
             **latent,
             attention="mla" if mla else "llama",
-            head_dim=head_dim,
-            num_kv_heads=heads if mla else config.get("num_key_value_heads") or heads,
-            draft_vocab_size=config.get("draft_vocab_size") or config["vocab_size"],
-            num_aux=config["num_aux_hidden_states"],
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            rope=RopeSpec.from_parameters(rope, interleaved=mla),
-            **{switch: bool(config.get(switch, False)) for switch in SWITCHES},
+            head_dim=config["head_dim"],
+            rms_norm_eps=config["rms_norm_eps"],
+            rope=RopeSpec.from_parameters(config.get("rope_parameters", rope), interleaved=mla),
+            **{switch: bool(config[switch]) for switch in SWITCHES},
         )
     except KeyError as error:
         raise ExportError(f"config.json names no {error}") from error
@@ -211,6 +208,15 @@ def layout_of(config: Json) -> Layout:
     return "speculators" if "speculators_model_type" in config else "eagle3"
 
 
+def twins(spec: DrafterSpec) -> dict[str, str]:
+    """Copies on disk -> the weight they repeat: deeper layers norm their state by `input_layernorm` in vLLM
+    and by `hidden_norm` in SGLang."""
+    return {
+        f"layers.{layer}.hidden_norm.weight": f"layers.{layer}.input_layernorm.weight"
+        for layer in range(1, spec.num_layers)
+    }
+
+
 def tensor_names(spec: DrafterSpec, layout: Layout) -> dict[str, str]:
     """Name on disk -> the drafter's own name, copies included."""
     names = {name: name for name in expected_tensors(spec)} | twins(spec)
@@ -222,50 +228,17 @@ def tensor_names(spec: DrafterSpec, layout: Layout) -> dict[str, str]:
 def read_tensors(directory: Path) -> dict[str, Tensor]:
     """Every tensor of the directory's safetensors, through the index when there is one."""
     index = directory / "model.safetensors.index.json"
-    files = sorted(directory.glob("*.safetensors"))
+    files = {path.name for path in directory.glob("*.safetensors")}
     if index.is_file():
-        files = sorted(
-            {directory / f for f in json.loads(index.read_text())["weight_map"].values()}
-        )
+        files = set(json.loads(index.read_text())["weight_map"].values())
     tensors: dict[str, Tensor] = {}
-    for file in files:
-        if not file.is_file():
-            raise ExportError(f"shard {file.name} is missing")
+    for name in sorted(files):
         try:
-            with safe_open(file, framework="pt") as content:
-                tensors |= {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ExportError(f"{file.name} is not a readable safetensors file: {error}") from error
+            tensors |= load_file(directory / name)
+        except (OSError, SafetensorError) as error:
+            raise ExportError(f"{name} is not a readable safetensors file: {error}") from error
     if not tensors:
-        pickled = (directory / "pytorch_model.bin").is_file()
-        advice = (
-            "; pytorch_model.bin is a pickle and is not opened, convert it to safetensors"
-            if pickled
-            else ""
-        )
+        pickled = "; pytorch_model.bin is a pickle and is not opened, convert it to safetensors"
+        advice = pickled if (directory / "pytorch_model.bin").is_file() else ""
         raise ExportError(f"{directory} holds no weights (*.safetensors){advice}")
     return tensors
-
-
-def save_shards(directory: Path, tensors: dict[str, Tensor], max_shard_bytes: int) -> None:
-    """One file, or numbered files with an index; a tensor larger than a shard gets one of its own."""
-    shards: list[dict[str, Tensor]] = [{}]
-    room = max_shard_bytes
-    for name, tensor in tensors.items():
-        if shards[-1] and tensor.nbytes > room:
-            shards.append({})
-            room = max_shard_bytes
-        shards[-1][name] = tensor.cpu().contiguous()
-        room -= tensor.nbytes
-    if len(shards) == 1:
-        save_file(shards[0], directory / "model.safetensors", {"format": "pt"})
-        return
-    names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
-    for file, shard in zip(names, shards, strict=True):
-        save_file(shard, directory / file, {"format": "pt"})
-    weight_map = {n: file for file, shard in zip(names, shards, strict=True) for n in shard}
-    index = {
-        "metadata": {"total_size": sum(t.nbytes for t in tensors.values())},
-        "weight_map": weight_map,
-    }
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

@@ -11,7 +11,6 @@ from eagle3_train.drafter.checkpoint_format import (
     LLAMA,
     MLA,
     SWITCHES,
-    ServedTarget,
     sglang_layer_ids,
 )
 from eagle3_train.drafter.spec import RopeSpec
@@ -53,14 +52,7 @@ def boundaries(config: JobConfig, facts: TargetFacts, engines: Sequence[Resoluti
             if engine.supports_eagle3:
                 who.append(engine.engine)
                 # Raises where no ids mean these boundaries; vLLM reads boundaries as they are.
-                served = ServedTarget(
-                    vocab_size=facts.vocab_size,
-                    hidden_size=facts.hidden_size,
-                    num_layers=facts.num_layers,
-                    serving_len=facts.max_position_embeddings,
-                    sglang_ids=engine.layer_ids or "output",
-                )
-                sglang_layer_ids(aux, served)
+                sglang_layer_ids(aux, facts.num_layers, engine.layer_ids or "output")
     except ValueError as error:
         return Check("boundaries", "fail", str(error), fix)
     reason = f"{aux} and {last} (after the last layer) for {', '.join(who)}"

@@ -227,19 +227,13 @@ def _served(
         drafter.bfloat16().float()  # what the engine will read
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder) / "drafter"
-        served = ServedTarget(
-            vocab_size=facts.vocab_size,
-            hidden_size=facts.hidden_size,
-            num_layers=facts.num_layers,
-            serving_len=spec.max_model_len,
-        )
         write_checkpoint(
             directory,
             drafter.spec,
             drafter.state_dict(),
             target.d2t,
             spec.boundaries[:-1],
-            served,
+            ServedTarget(num_layers=facts.num_layers),
             "float32" if exact else "bfloat16",
         )
         serve = replace(

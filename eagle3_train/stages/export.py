@@ -51,28 +51,28 @@ def _export(
     config: JobConfig, weights: Path, directory: Path, target: ServedTarget, metadata: Json
 ) -> None:
     """Write, validate and describe one directory unless it already holds exactly this."""
-    spec = spec_of(config)
+    spec, layers = spec_of(config), read_facts(config.target.path).num_layers
+    boundaries = resolve_boundaries(config.drafter.aux_layers, layers)[:-1]
     source = f"{weights.parent.name}/{weights.name} as {config.export.dtype} {config.export.format}"
     written = (directory / "config.json").is_file() and read_config(directory)["eagle3_train"]
     if written and written["source"] == source:
-        validate_checkpoint(directory, target, spec)
+        validate_checkpoint(directory, spec, boundaries, target)
         log.info("export: %s is current", directory)
         return
-    facts = read_facts(config.target.path)
     vocabulary = RunDir(config.run_path).draft_vocab
     write_checkpoint(
         directory,
         spec,
         load_file(weights),
         None if spec.full_vocab else load_file(vocabulary)["d2t"],
-        resolve_boundaries(config.drafter.aux_layers, facts.num_layers)[:-1],
+        boundaries,
         target,
         config.export.dtype,
         config.export.max_shard_bytes,
         {**metadata, "source": source},
         config.export.format,
     )
-    validate_checkpoint(directory, target, spec)
+    validate_checkpoint(directory, spec, boundaries, target)
     write_card(directory)
     log.info("export: %s from %s, step %d", directory, source, metadata["steps"])
 
@@ -83,8 +83,6 @@ def served_target(config: JobConfig) -> ServedTarget:
     # A warm start keeps its own draft vocabulary; only what ends an answer is indispensable there.
     required = renderer.stop_ids if config.drafter.init_from else renderer.always_drafted
     return ServedTarget(
-        vocab_size=facts.vocab_size,
-        hidden_size=facts.hidden_size,
         num_layers=facts.num_layers,
         serving_len=max(
             config.engine.max_model_len,

@@ -28,7 +28,7 @@ from eagle3_train.records import Generation
 from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import read_facts
 from eagle3_train.target.weights import read_frozen
-from tests.tiny import AUX, HIDDEN, LAYERS, VOCAB, engine_spec, token_ids
+from tests.tiny import AUX, LAYERS, VOCAB, engine_spec, token_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(280)]
 
@@ -127,13 +127,7 @@ def served(
     drafter = Eagle3Drafter(spec)
     init_from_target(drafter, frozen, torch.Generator().manual_seed(0))
     reads = "deepseek" if family == "mla" else "output"
-    served_target = ServedTarget(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        num_layers=LAYERS[family],
-        serving_len=128,
-        sglang_ids=reads,
-    )
+    served_target = ServedTarget(num_layers=LAYERS[family], serving_len=128, sglang_ids=reads)
 
     def export(name: str, layout: Layout = "eagle3") -> Path:
         directory, state = folder / name, drafter.state_dict()
@@ -148,7 +142,7 @@ def served(
             metadata={"target": str(target), "num_speculative_tokens": K},
             layout=layout,
         )
-        validate_checkpoint(directory, served_target, spec)
+        validate_checkpoint(directory, spec, AUX[family], served_target)
         return directory
 
     before = export("untrained")

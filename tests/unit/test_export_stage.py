@@ -166,7 +166,7 @@ def test_the_card_gives_launch_lines_and_later_the_measured_acceptance(
     start = "| gsm8k | trained | 3 | 1 | 0 | 1.85 | 1.70 to 2.00 | 1.83 | 0.60 0.20 0.05 |"
     assert f"{start} 40.00 | - | - | - | 0.90 | yes |" in card
     assert "1.11" not in card
-    validate_checkpoint(directory, export.served_target(config), spec_of(config))
+    validate_checkpoint(directory, spec_of(config), AUX["llama"], export.served_target(config))
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
