@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -28,6 +29,7 @@ from eagle3_train.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "step.jsonl"
+Record = dict[str, Any]
 LOCK = Path("/tmp/eagle3-step-benchmark.lock")
 LLAMA = ("ours", "ours-fp8", "specforge"), ("torchspec", "speculators")
 PLAN = {
@@ -74,7 +76,7 @@ def run_round(
     impls: tuple[str, ...],
     options: argparse.Namespace,
     parity: bool,
-) -> Iterator[dict[str, object]]:
+) -> Iterator[Record]:
     """Results of implementations that set up together and are timed one at a time (a file lock), as they come."""
     with LOCK.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
@@ -94,10 +96,8 @@ def check_parity(options: argparse.Namespace) -> None:
     drivers, environments = options.peers / "drivers", {}
     for peer in ("specforge", "torchspec"):
         env = _environment(options.peers, peer)
-        environments[peer] = {
-            **env,
-            "PYTHONPATH": f"{env['PYTHONPATH']}:{env['BENCH_PYTHONPATH_TAIL']}",
-        }
+        environments[peer] = env
+        env["PYTHONPATH"] += f":{env['BENCH_PYTHONPATH_TAIL']}"
     dumps = {peer: Path(tempfile.gettempdir()) / f"parity-{peer}.pt" for peer in environments}
     running = [
         subprocess.Popen(
@@ -124,18 +124,18 @@ def check_parity(options: argparse.Namespace) -> None:
         print("PARITY", done.stdout.strip() or done.stderr[-800:], flush=True)
 
 
-def table(records: list[dict[str, object]]) -> str:
+def table(records: list[Record]) -> str:
     """Ours against the fastest and the leanest peer, per shape and supervised fraction."""
     lines = [
         f"{'shape':9} {'sup':>5} {'impl':18} {'tok/s':>9} {'ms':>8} {'GB':>6} {'mfu':>6} {'x fastest':>9} {'mem x':>6}"
     ]
-    for key in sorted({(str(r["shape"]), float(str(r["supervised"]))) for r in records}):
+    for key in sorted({(r["shape"], r["supervised"]) for r in records}):
         group = [r for r in records if (r["shape"], r["supervised"]) == key]
-        peers = [r for r in group if not str(r["impl"]).startswith("ours")]
-        fastest = max((float(str(r["tok_s"])) for r in peers), default=float("nan"))
-        leanest = min((float(str(r["peak_mem_bytes"])) for r in peers), default=float("nan"))
-        for r in sorted(group, key=lambda r: -float(str(r["tok_s"]))):
-            tok, mem = float(str(r["tok_s"])), float(str(r["peak_mem_bytes"]))
+        peers = [r for r in group if not r["impl"].startswith("ours")]
+        fastest = max((r["tok_s"] for r in peers), default=float("nan"))
+        leanest = min((r["peak_mem_bytes"] for r in peers), default=float("nan"))
+        for r in sorted(group, key=lambda r: -r["tok_s"]):
+            tok, mem = r["tok_s"], r["peak_mem_bytes"]
             lines.append(
                 f"{key[0]:9} {key[1]:5.2f} {r['impl']!s:18} {tok:9.0f} {r['step_ms']!s:>8} {mem / 1e9:6.1f} "
                 f"{r.get('mfu', '')!s:>6} {tok / fastest:9.2f} {mem / leanest:6.2f}"
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    records: list[dict[str, object]] = []
+    records: list[Record] = []
     parity = options.all and options.peers is not None
     for shape in PLAN if options.all else options.shapes:
         fractions, rounds = PLAN[shape]

@@ -92,7 +92,6 @@ SHAPES = {
         Shape("kimi", **_KIMI, lengths=(4096,)),  # type: ignore[arg-type]
         Shape("ragged", **_LLAMA, lengths=_ragged_lengths()),  # type: ignore[arg-type]
         Shape("kimi-32k", **_KIMI, lengths=(32768,)),  # type: ignore[arg-type]
-        Shape("tiny", 256, 512, 4, 2, 2048, 512, 10000.0, 4, (160, 96), head_dim=64),
     )
 }
 
@@ -205,7 +204,6 @@ def build(
         norm_weight=None,
         norm_eps=1e-6,
         d2t=None if full else weights["d2t"],
-        t2d=None if full else weights["t2d"],
     )
     return drafter, target.to(device, dtype)
 
@@ -259,45 +257,51 @@ def measure_ours(shape: Shape, options: argparse.Namespace, turn: Any) -> None:
         timed = [ours.step(batch) for _ in range(options.iters)]
         launch_ms = 1e3 * (time.perf_counter() - started) / options.iters
         torch.cuda.synchronize()
-        record = _record(shape, host.rows, [marks for marks, _ in timed])
-        record |= {
-            "supervised": fraction,
-            "impl": options.impl,
-            "launch_ms": round(launch_ms, 2),
-            "first_step_s": round(first_s[fraction], 2),
-            "loss": round(float(timed[-1][1]), 5),
-        }
+        times = [
+            [m[a].elapsed_time(m[b]) for a, b in ((0, 1), (1, 2), (2, 3), (0, 3))] for m, _ in timed
+        ]
+        record = measured(shape, fraction, options.impl, times, first_s[fraction])
+        record |= _roofline(shape.spec, host.rows, record["step_ms"])
+        record |= {"launch_ms": round(launch_ms, 2), "loss": round(float(timed[-1][1]), 5)}
         print("RESULT " + json.dumps(record), flush=True)
         if options.profile is not None:
             _profile(lambda batch=batch: ours.step(batch), options.profile)  # type: ignore[misc]
     turn.together()
 
 
-def _record(shape: Shape, rows: RowPlan, timed: list[list[torch.cuda.Event]]) -> dict[str, object]:
-    def median(a: int, b: int) -> float:
-        return statistics.median(marks[a].elapsed_time(marks[b]) for marks in timed)
-
-    work, moved = step_flops.needed(shape.spec, rows), step_flops.floor_bytes(shape.spec, rows)
-    step_ms = median(0, 3)
-    floor_ms = 1e3 * (
-        work.total / step_flops.H200_BF16_FLOPS + moved["moved"] / step_flops.H200_BYTES
+def measured(
+    shape: Shape, fraction: float, impl: str, times_ms: list[list[float]], first_s: float
+) -> dict[str, Any]:
+    """One result; times are (forward, backward, optimiser, step) of each iteration."""
+    forward, backward, optimizer, step = (
+        round(statistics.median(column), 2) for column in zip(*times_ms, strict=True)
     )
     return {
         "shape": shape.name,
-        "tok_s": round(sum(shape.lengths) / step_ms * 1e3, 1),
-        "step_ms": round(step_ms, 2),
-        "forward_ms": round(median(0, 1), 2),
-        "backward_ms": round(median(1, 2), 2),
-        "optimizer_ms": round(median(2, 3), 2),
+        "supervised": fraction,
+        "impl": impl,
+        "tok_s": round(sum(shape.lengths) / step * 1e3, 1),
+        "step_ms": step,
+        "forward_ms": forward,
+        "backward_ms": backward,
+        "optimizer_ms": optimizer,
+        "first_step_s": round(first_s, 2),
         "peak_mem_bytes": torch.cuda.max_memory_allocated(),
-        "mfu": round(work.total / (step_ms * 1e-3) / step_flops.H200_BF16_FLOPS, 4),
-        "flops_needed": work.total,
-        "flops_without_token_sharing": step_flops.without_token_sharing(shape.spec, rows),
-        "floor_ms": round(floor_ms, 2),
-        "floor_bytes_moved": moved["moved"],
-        "floor_bytes_resident": moved["resident"],
-        "rows": list(rows.counts),
         "hardware": torch.cuda.get_device_name(),
+    }
+
+
+def _roofline(spec: DrafterSpec, rows: RowPlan, step_ms: float) -> dict[str, Any]:
+    work, floor = step_flops.needed(spec, rows), step_flops.floor_bytes(spec, rows)
+    seconds = work.total / step_flops.H200_BF16_FLOPS
+    return {
+        "mfu": round(seconds / (step_ms * 1e-3), 4),
+        "flops_needed": work.total,
+        "flops_without_token_sharing": step_flops.without_token_sharing(spec, rows),
+        "floor_ms": round(1e3 * (seconds + floor["moved"] / step_flops.H200_BYTES), 2),
+        "floor_bytes_moved": floor["moved"],
+        "floor_bytes_resident": floor["resident"],
+        "rows": list(rows.counts),
     }
 
 

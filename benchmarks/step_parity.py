@@ -9,12 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from benchmarks.step_ours import DECAY, Shape, build, peer_rule_batch
-from eagle3_train.drafter.losses import LossOptions
+from eagle3_train.drafter.losses import LossOptions, target_answers, target_states
 
 
 def compare(
@@ -41,7 +42,11 @@ def compare(
     normaliser = (
         args.batch * args.seq if theirs["impl"] == "specforge" else float(raw["loss_mask"].sum())
     )
-    options = LossOptions(decay=DECAY, in_vocab_only=theirs["impl"] == "specforge" or not full)
+    if not full:  # they give no weight to rows whose target argmax is outside the draft vocabulary
+        answers = target_answers(target_states(batch, target), target)
+        keep = weights["t2d"].to(device)[answers][batch.rows.slots]
+        batch = replace(batch, rows=replace(batch.rows, weights=batch.rows.weights * keep))
+    options = LossOptions(decay=DECAY)
     loss = drafter(batch, target, options, float(normaliser)).loss
     loss.backward()
     errors = {

@@ -1,9 +1,8 @@
-"""Training on a target's real states: does fp8 cost loss, and which initialisation starts best?
+"""Training on a target's real states: does fp8 cost loss?
 
   python benchmarks/step_real.py --target models/smollm2-135m-instruct --rollout runs/demo/rollout --steps 500 plain fp8 plain@1
 
-A variant is NAME[@SEED]: plain, fp8, in-vocab, loss-KIND or init-NAME; the seed orders the data, so plain and plain@1 show
-what noise is. States are captured with Transformers once and kept in --cache; `--device cuda --dtype bfloat16` trains on a
+A variant is plain or fp8, then [@SEED]; the seed orders the data, so plain and plain@1 show what noise is. States are captured with Transformers once and kept in --cache; `--device cuda --dtype bfloat16` trains on a
 GPU. Prints one JSON line per variant: mean loss by fifth of the run, held-out loss and expected acceptance length before
 and after.
 """
@@ -23,13 +22,15 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from eagle3_train.config import DrafterConfig
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.rows import PackedBatch, plan_rows
 from eagle3_train.drafter.spec import DrafterSpec
-from eagle3_train.drafter.walk import walk_answers
+from eagle3_train.drafter.walk import walk_batch
 from eagle3_train.target.derive import drafter_spec
+from eagle3_train.target.facts import read_facts
 from eagle3_train.training.optim import AdamW, learning_rate
 
 Document = dict[str, Tensor]
@@ -58,15 +59,13 @@ def capture(options: argparse.Namespace) -> dict[str, Any]:
             states = {"aux": aux.to(kept), "last": last.to(kept)}
             documents.append({"ids": ids, "mask": torch.tensor(row["loss_mask"])} | states)
     model = model.cpu()
-    mapping = load_file(rollout / "draft_vocab.safetensors")
     found = {
         "documents": documents,
         "embed": model.get_input_embeddings().weight.detach(),
         "head": model.lm_head.weight.detach(),
         "norm": model.model.norm.weight.detach(),
         "eps": model.config.rms_norm_eps,
-        "d2t": mapping["d2t"],
-        "t2d": mapping["t2d"],
+        "d2t": load_file(rollout / "draft_vocab.safetensors")["d2t"],
     }
     torch.save(found, options.cache)
     return found
@@ -93,37 +92,12 @@ def packs_of(documents: list[Document], tokens: int, seed: int, steps: int) -> l
     return packs[:steps]
 
 
-@torch.no_grad()
 def held_out(
     drafter: Eagle3Drafter, batch: PackedBatch, target: FrozenTarget
 ) -> tuple[float, float]:
     """Loss per supervised start and expected acceptance length."""
-    out = drafter(batch, target, LossOptions(), float(batch.rows.supervised_starts), metrics=True)
-    assert out.metrics is not None
-    starts = batch.rows.starts.cpu()
-    begin = batch.rows.begin.cpu()[starts]
-    walked = walk_answers(
-        out.metrics.accepted.cpu().numpy(), starts.numpy(), begin.numpy(), batch.rows.steps
-    )
-    return float(out.loss), float(walked.expected_length[-1])
-
-
-def initialise(name: str, drafter: Eagle3Drafter, target: FrozenTarget, norm: Tensor) -> None:
-    """The initialisation a variant names; everything but `init-*` takes the project's own."""
-    init_from_target(drafter, target, torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        drafter.norm.weight.copy_(norm)
-        width, layer = drafter.spec.hidden_size, drafter.midlayer
-        if name in ("init-random", "init-random-small"):
-            torch.nn.init.normal_(drafter.fc.weight, std=drafter.fc.weight.shape[1] ** -0.5)
-        if name == "init-mean":
-            eye = torch.eye(width).repeat(1, drafter.spec.num_aux)
-            drafter.fc.weight.copy_(eye / drafter.spec.num_aux)
-        if name == "init-tenth":
-            drafter.fc.weight.mul_(0.1)
-        if name in ("init-small", "init-random-small", "init-zero"):
-            for weight in (layer.self_attn.o_proj.weight, layer.mlp.down_proj.weight):
-                weight.mul_(0 if name == "init-zero" else 0.1)
+    out, walked = walk_batch(drafter, target, batch, normaliser=float(batch.rows.supervised_starts))
+    return round(float(out.loss), 4), round(float(walked.expected_length[batch.rows.steps - 1]), 4)
 
 
 def train(
@@ -131,12 +105,12 @@ def train(
 ) -> dict[str, object]:
     """One drafter from initialisation to the last step."""
     name, _, seed = variant.partition("@")
-    kind: Any = name.removeprefix("loss-") if name.startswith("loss-") else "forward_kl"
-    chosen = LossOptions(kind=kind, in_vocab_only=name == "in-vocab")
     device, dtype = options.device, getattr(torch, options.dtype)
-    target = FrozenTarget(data["embed"], data["head"], None, data["eps"], data["d2t"], data["t2d"])
+    target = FrozenTarget(data["embed"], data["head"], None, data["eps"], data["d2t"])
     drafter = Eagle3Drafter(spec, fp8=name == "fp8")
-    initialise(name, drafter, target, data["norm"])
+    init_from_target(drafter, target, torch.Generator().manual_seed(0))
+    with torch.no_grad():  # the captured states are normed already, what the drafter makes is not
+        drafter.norm.weight.copy_(data["norm"])
     drafter, target = drafter.to(device, dtype), target.to(device, dtype)
     documents = data["documents"]
     test = batch_of(documents[::10], options.ttt, device, dtype)
@@ -145,7 +119,9 @@ def train(
     before, losses, started = held_out(drafter, test, target), [], time.monotonic()
     for step, pack in enumerate(packs_of(training, options.tokens, int(seed or 0), options.steps)):
         batch = batch_of(pack, options.ttt, device, dtype)
-        loss = drafter(batch, target, chosen, float(max(batch.rows.supervised_starts, 1))).loss
+        loss = drafter(
+            batch, target, LossOptions(), float(max(batch.rows.supervised_starts, 1))
+        ).loss
         loss.backward()
         rate = learning_rate(step + 1, peak=options.lr, warmup=20, total=options.steps, floor=0.1)
         optimizer.set_lr(rate)
@@ -157,8 +133,8 @@ def train(
     return {
         "variant": variant,
         "loss_by_fifth": [round(float(part.mean()), 4) for part in means],
-        "held_out_loss": [round(before[0], 4), round(after[0], 4)],
-        "expected_length": [round(before[1], 4), round(after[1], 4)],
+        "held_out_loss": [before[0], after[0]],
+        "expected_length": [before[1], after[1]],
         "seconds": round(time.monotonic() - started, 1),
     }
 
@@ -181,17 +157,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     options = parser.parse_args()
     data = capture(options)
-    spec = spec_for(options.target, len(data["d2t"]))
+    config = DrafterConfig(draft_vocab_size=len(data["d2t"]))
+    spec = drafter_spec(read_facts(options.target), config)
     for variant in options.variants:
         print(json.dumps(train(variant, data, spec, options)), flush=True)
-
-
-def spec_for(target: Path, draft_vocab: int) -> DrafterSpec:
-    """The drafter the project would derive for this target."""
-    from eagle3_train.config import DrafterConfig
-    from eagle3_train.target.facts import read_facts
-
-    return drafter_spec(read_facts(target), DrafterConfig(draft_vocab_size=draft_vocab))
 
 
 if __name__ == "__main__":

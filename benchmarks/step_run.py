@@ -11,7 +11,6 @@ import fcntl
 import json
 import os
 import runpy
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -22,8 +21,9 @@ from typing import Any
 sys.path += [p for p in os.environ.get("BENCH_PYTHONPATH_TAIL", "").split(":") if p]
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.step_ours import SHAPES, Shape, make_documents, make_weights, measure_ours
+from benchmarks.step_ours import SHAPES, Shape, make_documents, make_weights, measure_ours, measured
 
 LOCK = Path("/tmp/eagle3-step-benchmark.lock")
 
@@ -46,27 +46,6 @@ class Turn:
         """Let the next one in."""
         torch.cuda.synchronize()
         fcntl.flock(self._file, fcntl.LOCK_UN)
-
-
-def emit(
-    shape: Shape, fraction: float, impl: str, times: list[list[float]], first_s: float
-) -> None:
-    """Print one result; times are (forward, backward, optimiser, step) in seconds."""
-    medians = [1e3 * statistics.median(column) for column in zip(*times, strict=True)]
-    record = {
-        "shape": shape.name,
-        "supervised": fraction,
-        "impl": impl,
-        "tok_s": round(sum(shape.lengths) / medians[3] * 1e3, 1),
-        "step_ms": round(medians[3], 2),
-        "forward_ms": round(medians[0], 2),
-        "backward_ms": round(medians[1], 2),
-        "optimizer_ms": round(medians[2], 2),
-        "first_step_s": round(first_s, 2),
-        "peak_mem_bytes": torch.cuda.max_memory_allocated(),
-        "hardware": torch.cuda.get_device_name(),
-    }
-    print("RESULT " + json.dumps(record), flush=True)
 
 
 def timed(
@@ -98,7 +77,8 @@ def timed(
         optimize()
         marks[1].record()
         torch.cuda.synchronize()
-        return [*spent, time.perf_counter() - t2, marks[0].elapsed_time(marks[1]) / 1e3]
+        optimizer = time.perf_counter() - t2
+        return [*(1e3 * part for part in (*spent, optimizer)), marks[0].elapsed_time(marks[1])]
 
     first: dict[float, float] = {}
     for fraction, batches in cases.items():
@@ -110,7 +90,11 @@ def timed(
     turn.alone()
     for fraction, batches in cases.items():
         torch.cuda.reset_peak_memory_stats()
-        emit(shape, fraction, impl, [step(batches) for _ in range(options.iters)], first[fraction])
+        times = [step(batches) for _ in range(options.iters)]
+        print(
+            "RESULT " + json.dumps(measured(shape, fraction, impl, times, first[fraction])),
+            flush=True,
+        )
     turn.together()
 
 
@@ -121,25 +105,15 @@ def padded(documents: list[dict[str, torch.Tensor]], rows: int) -> list[dict[str
         group = documents[i : i + rows]
         width = max(512, 1 << (max(len(d["ids"]) for d in group) - 1).bit_length())
 
-        def stack(
-            key: str, group: list[dict[str, torch.Tensor]] = group, width: int = width
-        ) -> torch.Tensor:
-            first = group[0][key]
-            full = first.new_zeros(len(group), width, *first.shape[1:])
-            for row, d in zip(full, group, strict=True):
-                row[: len(d[key])] = d[key]
-            return full
-
-        batch = {
-            "input_ids": stack("ids"),
-            "aux": stack("aux"),
-            "last_hidden": stack("last"),
-            "loss_mask": stack("mask"),
-        }
-        lengths = torch.tensor([len(d["ids"]) for d in group], device=batch["aux"].device)
-        batch["attention_mask"] = (
-            torch.arange(width, device=lengths.device) < lengths[:, None]
-        ).long()
+        names = {
+            "input_ids": "ids", "aux": "aux", "last_hidden": "last", "loss_mask": "mask", "attention_mask": "here"
+        }  # fmt: skip
+        group = [{**d, "here": torch.ones_like(d["mask"])} for d in group]
+        batch = {}
+        for theirs, ours in names.items():
+            rows_of = pad_sequence([d[ours] for d in group], batch_first=True)
+            missing = rows_of.new_zeros(len(group), width - rows_of.shape[1], *rows_of.shape[2:])
+            batch[theirs] = torch.cat([rows_of, missing], 1)
         out.append(batch)
     return out
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 
@@ -17,7 +17,7 @@ class FrozenTarget:
     """Embedding, output head and final norm of the target; draft id i stands for target id i + d2t[i].
 
     norm_weight None means the captured last states are already normed (as HF hands them out).
-    d2t and t2d are None exactly when the drafter proposes from the whole vocabulary.
+    d2t is None exactly when the drafter proposes from the whole vocabulary.
     """
 
     embed: Float[Tensor, "vocab hidden"]
@@ -25,7 +25,6 @@ class FrozenTarget:
     norm_weight: Float[Tensor, " hidden"] | None
     norm_eps: float
     d2t: Int[Tensor, " draft_vocab"] | None = None
-    t2d: Bool[Tensor, " vocab"] | None = None
 
     @cached_property
     def draft_ids(self) -> Int[Tensor, " draft_vocab"]:
@@ -47,5 +46,4 @@ class FrozenTarget:
             norm_weight=None if self.norm_weight is None else self.norm_weight.to(device, dtype),
             norm_eps=self.norm_eps,
             d2t=None if self.d2t is None else self.d2t.to(device),
-            t2d=None if self.t2d is None else self.t2d.to(device),
         )

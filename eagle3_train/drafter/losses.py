@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd import Function
 
@@ -36,8 +36,6 @@ class LossOptions:
 
     kind: LossKind = "forward_kl"
     decay: float = 0.8
-    in_vocab_only: bool = False
-    """Give no weight to rows whose full-vocabulary target argmax is outside the draft vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +87,14 @@ def row_weights(
     rows: RowPlan,
     decay: float,
     normaliser: float | Tensor,
-    keep: Bool[Tensor, " slots"] | None,
     dtype: torch.dtype,
 ) -> Float[Tensor, " flat"]:
-    """decay**k / normaliser of every flat row, times the plan's own weights, zero where `keep` is false."""
+    """decay**k / normaliser of every flat row, times the plan's own weights."""
     out = torch.empty(len(rows.slots), dtype=dtype, device=rows.slots.device)
     for k in range(rows.steps):
         rows.at(out, k).fill_(decay**k)
     out /= normaliser
-    if rows.weights is not None:
-        out *= rows.weights
-    return out if keep is None else out * keep.index_select(0, rows.slots)
+    return out if rows.weights is None else out * rows.weights
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,18 +184,14 @@ def training_step(
     with torch.no_grad():
         states = losses.target_states(batch, target)
         supervision = losses.teacher(states, target)
-        needed = metrics or options.in_vocab_only
-        answers = losses.target_answers(states, target) if needed else None
-        keep = None
-        if options.in_vocab_only and target.t2d is not None and answers is not None:
-            keep = target.t2d.index_select(0, answers)
-        weights = losses.row_weights(rows, options.decay, normaliser, keep, wide(states.dtype))
+        weights = losses.row_weights(rows, options.decay, normaliser, wide(states.dtype))
     head = drafter.lm_head.weight
     loss, drafts = losses.draft_loss(
         outputs, head, supervision, rows, weights, options.kind, metrics, drafter.fp8
     )
     found = None
-    if drafts is not None and answers is not None:
+    if drafts is not None:
+        answers = losses.target_answers(states, target)
         proposed = target.draft_ids.index_select(0, drafts)
         found = hits(rows, proposed == answers.index_select(0, rows.slots))
     return StepOutput(loss, found)

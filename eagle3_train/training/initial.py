@@ -67,7 +67,6 @@ def _frozen(config: JobConfig, dtype: torch.dtype, d2t: Tensor | None) -> Frozen
         norm_weight=weights.norm_weight,
         norm_eps=read_facts(config.target.path).rms_norm_eps,
         d2t=d2t,
-        t2d=None if d2t is None else membership(d2t, len(weights.lm_head)),
     )
 
 

@@ -120,9 +120,8 @@ def served(
     ids = torch.cat([produced, rest])[:DRAFT_VOCAB].sort().values
     weights = read_frozen(target, torch.float32)
     d2t = ids - torch.arange(DRAFT_VOCAB)
-    t2d = torch.isin(torch.arange(VOCAB), ids)
     eps = spec.rms_norm_eps
-    frozen = FrozenTarget(weights.embed, weights.lm_head, weights.norm_weight, eps, d2t, t2d)
+    frozen = FrozenTarget(weights.embed, weights.lm_head, weights.norm_weight, eps, d2t)
     batch = packed(plain, states, spec)
     drafter = Eagle3Drafter(spec)
     init_from_target(drafter, frozen, torch.Generator().manual_seed(0))

@@ -55,11 +55,10 @@ def mla_spec(**changes: object) -> DrafterSpec:
 
 def make_target(spec: DrafterSpec, seed: int = 0) -> FrozenTarget:
     g = torch.Generator().manual_seed(seed)
-    d2t = t2d = None
+    d2t = None
     if not spec.full_vocab:
         ids = torch.randperm(spec.vocab_size, generator=g)[: spec.draft_vocab_size].sort().values
         d2t = ids - torch.arange(len(ids))
-        t2d = torch.isin(torch.arange(spec.vocab_size), ids)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=g, dtype=torch.float64)
@@ -70,7 +69,6 @@ def make_target(spec: DrafterSpec, seed: int = 0) -> FrozenTarget:
         norm_weight=1 + 0.1 * normal(spec.hidden_size),
         norm_eps=1e-5,
         d2t=d2t,
-        t2d=t2d,
     )
 
 

@@ -85,9 +85,6 @@ def reference_loss(
             for t in range(len(document.aux)):
                 if not supervised(document.mask, t, k):
                     continue
-                answer = logits[t + 1 + k].argmax()
-                if options.in_vocab_only and not (target.draft_ids == answer).any():
-                    continue
                 log_q = F.linear(output[t], drafter.lm_head.weight).log_softmax(-1)
                 value, _ = ROW_LOSSES[options.kind](log_p[None, t + 1 + k], log_q[None])
                 total = total + options.decay**k * value[0] / normaliser

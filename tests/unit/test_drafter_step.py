@@ -101,10 +101,6 @@ def test_the_gradient_of_every_row_loss_is_the_derivative_of_its_value(kind):
     torch.testing.assert_close(gradient.detach(), derived)
 
 
-def test_rows_outside_the_draft_vocabulary_can_be_dropped():
-    assert_step_equals_reference(llama_spec(), LossOptions(in_vocab_only=True))
-
-
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
 def test_scaled_rope_is_the_same_in_both(rope_type):
     rope = RopeSpec(
