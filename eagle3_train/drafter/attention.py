@@ -86,7 +86,7 @@ class StepAttention:
         like: Tensor,
     ) -> None:
         self.heads, self.kv_heads = spec.num_heads, spec.num_kv_heads
-        self.qk_dim, self.value_dim = spec.qk_head_dim, spec.value_dim
+        self.qk_dim, self.value_dim = spec.head_dim, spec.value_dim
         self.scale, self.interleaved = softmax_scale(spec), spec.rope.interleaved
         self.offsets, self.context = offsets, keys[0]
         width = self.kv_heads * (self.qk_dim + self.value_dim)

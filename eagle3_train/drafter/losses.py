@@ -97,37 +97,35 @@ def row_weights(
     return out if rows.weights is None else out * rows.weights
 
 
-@dataclass(frozen=True, slots=True)
-class _HeadCall:
-    teacher: Teacher
-    slots: Tensor
-    weights: Tensor
-    kind: LossKind
-    with_grad: bool
-    with_argmax: bool
-    fp8: bool
-
-
 class _DraftHead(Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, call: _HeadCall, *pieces: Tensor
+        ctx: Any,
+        weight: Tensor,
+        supervision: Teacher,
+        slots: Tensor,
+        weights: Tensor,
+        kind: LossKind,
+        with_grad: bool,
+        with_argmax: bool,
+        fp8: bool,
+        *pieces: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         hidden = _joined(pieces)
         ctx.sizes = [len(piece) for piece in pieces]
         loss = torch.zeros((), dtype=wide(hidden.dtype), device=hidden.device)
-        argmax = hidden.new_empty(len(hidden), dtype=torch.long) if call.with_argmax else None
+        argmax = hidden.new_empty(len(hidden), dtype=torch.long) if with_argmax else None
         total: Tensor | None = None
-        ops, step = weight_ops(weight, call.fp8), chunk_rows(hidden, len(weight))
+        ops, step = weight_ops(weight, fp8), chunk_rows(hidden, len(weight))
         for a in range(0, len(hidden), step):
-            part = hidden[a : a + step]
+            here = slice(a, a + step)
+            part = hidden[here]
             logits = ops.forward(part, None, None)
             if argmax is not None:
-                torch.argmax(logits, -1, out=argmax[a : a + step])
-            slots, weights = call.slots[a : a + step], call.weights[a : a + step]
-            loss += loss_and_gradient_(logits, call.teacher, slots, weights, call.kind)
-            if call.with_grad:
+                torch.argmax(logits, -1, out=argmax[here])
+            loss += loss_and_gradient_(logits, supervision, slots[here], weights[here], kind)
+            if with_grad:
                 total = ops.weight_gradient([(part, logits)], total)
                 ops.input_gradient(logits, part)
         ctx.d_hidden, ctx.d_weight = hidden, total
@@ -145,7 +143,8 @@ class _DraftHead(Function):
             d_weight, d_hidden = kernels.scale_(d_weight, d_loss), kernels.scale_(d_hidden, d_loss)
         else:
             d_weight, d_hidden = d_weight.mul_(d_loss), d_hidden.mul_(d_loss)
-        return d_weight, None, *d_hidden.split(ctx.sizes)
+        nothing = (None,) * 7  # supervision, slots, weights, kind, with_grad, with_argmax, fp8
+        return d_weight, *nothing, *d_hidden.split(ctx.sizes)
 
 
 def _joined(pieces: Sequence[Tensor]) -> Tensor:
@@ -169,8 +168,9 @@ def draft_loss(
     Overwrites `head_inputs` (all steps' normed outputs, step after step) with their gradients.
     """
     with_grad = torch.is_grad_enabled()
-    call = _HeadCall(supervision, rows.slots, weights, kind, with_grad, with_argmax, fp8)
-    out: tuple[Tensor, Tensor | None] = _DraftHead.apply(weight, call, *head_inputs)  # type: ignore[no-untyped-call]
+    out: tuple[Tensor, Tensor | None] = _DraftHead.apply(  # type: ignore[no-untyped-call]
+        weight, supervision, rows.slots, weights, kind, with_grad, with_argmax, fp8, *head_inputs
+    )
     return out
 
 

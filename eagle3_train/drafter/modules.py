@@ -36,7 +36,7 @@ class MlaAttention(nn.Module):
     def __init__(self, spec: DrafterSpec, inputs: int) -> None:
         super().__init__()
         assert spec.kv_lora_rank is not None
-        nope, queries = spec.qk_head_dim - spec.rope_dim, spec.num_heads * spec.qk_head_dim
+        nope, queries = spec.head_dim - spec.rope_dim, spec.num_heads * spec.head_dim
         if spec.q_lora_rank is None:
             self.q_proj = Weight(queries, inputs)
         else:

@@ -95,7 +95,7 @@ def _mla_query(
 def _mla_key_value(
     spec: DrafterSpec, attention: MlaAttention, rows: RowPlan, embedded: Tensor | None, fp8: bool
 ) -> Projection:
-    norm, nope = attention.kv_a_layernorm.weight, spec.qk_head_dim - spec.rope_dim
+    norm, nope = attention.kv_a_layernorm.weight, spec.head_dim - spec.rope_dim
     down = InputLinear(attention.kv_a_proj_with_mqa.weight, rows, embedded, False, fp8)
     up = StepLinear(attention.kv_b_proj.weight, rows.steps, fp8=fp8)
 

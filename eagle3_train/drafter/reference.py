@@ -43,7 +43,7 @@ def heads(
         repeat = spec.num_heads // spec.num_kv_heads
         q, k = rotate(q, cos, sin, False), rotate(k, cos, sin, False)
         return q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    nope, eps = spec.qk_head_dim - spec.rope_dim, spec.rms_norm_eps
+    nope, eps = spec.head_dim - spec.rope_dim, spec.rms_norm_eps
     if spec.q_lora_rank is None:
         q = F.linear(z, attn.q_proj.weight)
     else:

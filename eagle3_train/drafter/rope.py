@@ -82,7 +82,7 @@ def table_gain(spec: DrafterSpec) -> float:
 
 def softmax_scale(spec: DrafterSpec) -> float:
     """Factor on q.k before the softmax."""
-    scale: float = spec.qk_head_dim**-0.5
+    scale: float = spec.head_dim**-0.5
     rope = spec.rope
     if spec.attention == "mla" and rope.rope_type == "yarn" and rope.attention_factor != 1.0:
         scale *= _yarn_gain(rope.factor, rope.mscale_all_dim or 0.0) ** 2

@@ -11,13 +11,13 @@ from typing import Any, Literal
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 _ORIGINAL = "original_max_position_embeddings"
-_TYPE_KEYS: dict[str, tuple[str, ...]] = {
+_NEEDED: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
     "yarn": ("factor", _ORIGINAL),
 }
-_YARN_OPTIONS = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")  # fmt: skip
+_OPTIONS = {"yarn": ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor", "truncate")}  # fmt: skip
 # Text tokens have equal positions on all three mRoPE axes, so mRoPE is plain RoPE here.
 _IGNORED_KEYS = {"type", "rope_type", "rope_theta", "mrope_section", "mrope_interleaved"}
 
@@ -44,7 +44,12 @@ class RopeSpec:
     interleaved: bool = False
 
     def __post_init__(self) -> None:
-        missing = [key for key in _keys(self.rope_type) if getattr(self, key) is None]
+        if self.rope_type not in _NEEDED:
+            raise ValueError(
+                f"rope_type is {self.rope_type!r}; the drafter knows {sorted(_NEEDED)}. "
+                "Set the drafter's RoPE explicitly to one of these."
+            )
+        missing = [key for key in _NEEDED[self.rope_type] if getattr(self, key) is None]
         if missing:
             raise ValueError(f"rope_type {self.rope_type!r} needs {missing}; add them.")
         if self.theta <= 0 or self.factor <= 0:
@@ -53,15 +58,17 @@ class RopeSpec:
     @classmethod
     def from_parameters(cls, parameters: dict[str, Any], interleaved: bool = False) -> RopeSpec:
         """Read a transformers-5 `rope_parameters` dict, or `rope_scaling` with `rope_theta` merged in."""
-        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-        rope_type = {"deepseek_yarn": "yarn", "mrope": "default"}.get(rope_type, rope_type)
-        known = {*_keys(rope_type), *(_YARN_OPTIONS if rope_type == "yarn" else ())}
         given = {key: value for key, value in parameters.items() if value is not None}
+        rope_type = given.get("rope_type", given.get("type", "default"))
+        rope_type = {"deepseek_yarn": "yarn", "mrope": "default"}.get(rope_type, rope_type)
         if given.pop("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(
                 f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; "
                 "give the drafter a full rotary embedding explicitly."
             )
+        if rope_type not in _NEEDED:
+            return cls(rope_type)  # refuses it
+        known = {*_NEEDED[rope_type], *_OPTIONS.get(rope_type, ())}
         unknown = set(given) - known - _IGNORED_KEYS
         if rope_type == "default":
             unknown -= {"factor", _ORIGINAL}
@@ -73,20 +80,9 @@ class RopeSpec:
 
     def parameters(self) -> dict[str, Any]:
         """The same facts as a transformers-5 `rope_parameters` dict."""
-        out: dict[str, Any] = {"rope_type": self.rope_type, "rope_theta": self.theta}
-        keys = _keys(self.rope_type) + (_YARN_OPTIONS if self.rope_type == "yarn" else ())
-        out.update({key: getattr(self, key) for key in keys if getattr(self, key) is not None})
-        return out
-
-
-def _keys(rope_type: str) -> tuple[str, ...]:
-    """Parameters that a kind of rotary embedding cannot do without."""
-    if rope_type not in _TYPE_KEYS:
-        raise ValueError(
-            f"rope_type is {rope_type!r}; the drafter knows {sorted(_TYPE_KEYS)}. "
-            "Set the drafter's RoPE explicitly to one of these."
-        )
-    return _TYPE_KEYS[rope_type]
+        keys = _NEEDED[self.rope_type] + _OPTIONS.get(self.rope_type, ())
+        fields = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+        return {"rope_type": self.rope_type, "rope_theta": self.theta, **fields}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,16 +120,10 @@ class DrafterSpec:
     """Normalise the concatenated auxiliary states before `fc` (Llama-style drafters only)."""
 
     def __post_init__(self) -> None:
-        sizes = {
-            field.name: getattr(self, field.name)
-            for field in dataclasses.fields(self)
-            if field.type == "int"
-        }
-        bad = {name: value for name, value in sizes.items() if value < 1}
+        ints = [field.name for field in dataclasses.fields(self) if field.type == "int"]
+        bad = {name: getattr(self, name) for name in ints if getattr(self, name) < 1}
         if bad:
             raise ValueError(f"sizes must be at least 1, got {bad}.")
-        if self.attention not in ("llama", "mla"):
-            raise ValueError(f"attention is {self.attention!r}; use 'llama' or 'mla'.")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}; "
@@ -141,18 +131,14 @@ class DrafterSpec:
             )
         if self.attention == "mla":
             self._check_mla()
-        else:
-            self._check_llama()
-
-    def _check_llama(self) -> None:
-        if self.num_heads % self.num_kv_heads:
+        elif self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}."
             )
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim={self.head_dim} must be even for RoPE.")
-        if self.rope.interleaved:
-            raise ValueError("interleaved RoPE is MLA's; the Llama drafter is served with halves.")
+        if self.rope_dim % 2:
+            raise ValueError(f"head_dim={self.rope_dim} must be even for RoPE.")
+        # vLLM rotates halves of a Llama drafter's heads, and pairs of an MLA drafter's
+        assert self.rope.interleaved == (self.attention == "mla")
 
     def _check_mla(self) -> None:
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
@@ -161,32 +147,18 @@ class DrafterSpec:
             raise ValueError(f"attention 'mla' needs {missing}; copy them from the target.")
         if self.norm_before_fc:
             raise ValueError("norm_before_fc is not served for MLA drafters; use fc_norm.")
-        if not self.rope.interleaved:
-            raise ValueError("MLA drafters are served with interleaved RoPE; set rope.interleaved.")
-        if self.num_kv_heads != self.num_heads:
-            raise ValueError(f"MLA has num_kv_heads == num_heads, got {self.num_kv_heads}.")
-        if self.head_dim != self.qk_head_dim or self.rope_dim % 2:
-            raise ValueError(
-                f"MLA head_dim={self.head_dim} must equal qk_nope + qk_rope = {self.qk_head_dim}, "
-                f"and qk_rope_head_dim={self.rope_dim} must be even."
-            )
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Width of one query or key head."""
-        if self.attention == "llama":
-            return self.head_dim
-        return (self.qk_nope_head_dim or 0) + (self.qk_rope_head_dim or 0)
+        assert self.num_kv_heads == self.num_heads
+        assert self.head_dim == (self.qk_nope_head_dim or 0) + self.rope_dim
 
     @property
     def value_dim(self) -> int:
         """Width of one value head."""
-        return self.head_dim if self.attention == "llama" else self.v_head_dim or 0
+        return self.v_head_dim or self.head_dim
 
     @property
     def rope_dim(self) -> int:
-        """Rotated width of one head."""
-        return self.head_dim if self.attention == "llama" else self.qk_rope_head_dim or 0
+        """Rotated width of one head, which it ends with."""
+        return self.qk_rope_head_dim or self.head_dim
 
     @property
     def full_vocab(self) -> bool:
