@@ -6,11 +6,13 @@ All computation happens inside `forward`, so `fully_shard(drafter)` gathers and 
 import torch
 from torch import Tensor, nn
 
+from eagle3_train.drafter import losses
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.modules import DrafterWeights
 from eagle3_train.drafter.rows import PackedBatch
-from eagle3_train.drafter.ttt import StepOutput, training_step
+from eagle3_train.drafter.stepwise import wide
+from eagle3_train.drafter.ttt import StepOutput, hits, unroll
 
 
 class Eagle3Drafter(DrafterWeights):
@@ -24,12 +26,30 @@ class Eagle3Drafter(DrafterWeights):
         normaliser: float | Tensor,
         metrics: bool = False,
     ) -> StepOutput:
-        """Loss of one pack, to be summed over the packs of an optimiser window.
+        """Loss of one pack: sum over supervised rows of decay**k * loss / normaliser.
 
         normaliser is the number of supervised starts of the whole window over all ranks. Under FSDP2,
         which averages gradients, multiply the loss by the number of ranks.
         """
-        return training_step(self, batch, target, options, normaliser, metrics)
+        rows = batch.rows
+        if rows.steps == 0:
+            no_hits = torch.zeros(0, dtype=torch.bool, device=rows.starts.device)
+            # Zero with a zero gradient for every parameter, so that a rank without rows joins the collectives.
+            untouched = torch.stack([p.flatten()[:1].sum() * 0 for p in self.parameters()]).sum()
+            return StepOutput(untouched, hits(rows, no_hits) if metrics else None)
+        outputs = unroll(self, batch, target)
+        with torch.no_grad():
+            states = losses.target_states(batch, target)
+            supervision = losses.teacher(states, target)
+            weights = losses.row_weights(rows, options.decay, normaliser, wide(states.dtype))
+        head = self.lm_head.weight
+        loss, drafts = losses.draft_loss(
+            outputs, head, supervision, rows, weights, options.kind, metrics, self.fp8
+        )
+        if drafts is None:
+            return StepOutput(loss, None)
+        answers = losses.target_answers(states, target).index_select(0, rows.slots)
+        return StepOutput(loss, hits(rows, target.draft_ids.index_select(0, drafts) == answers))
 
 
 @torch.no_grad()

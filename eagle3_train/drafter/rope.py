@@ -40,9 +40,7 @@ def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
     assert rope.original_max_position_embeddings is not None
     turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
     width = rope.high_freq_factor - rope.low_freq_factor
-    keep = (
-        (turns - rope.low_freq_factor) / width if width else turns - rope.low_freq_factor
-    ).clamp(0, 1)
+    keep = ((turns - rope.low_freq_factor) / width).clamp(0, 1)
     return plain * (keep + (1 - keep) / rope.factor)
 
 

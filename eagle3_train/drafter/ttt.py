@@ -21,11 +21,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from eagle3_train.drafter import losses
 from eagle3_train.drafter.attention import QueryRows, StepAttention
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.layers import GatedDown, norm_fork, norm_fork_two, rms_norm
-from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.modules import DecoderLayer, DrafterWeights
 from eagle3_train.drafter.projections import project
 from eagle3_train.drafter.rope import rope_tables
@@ -167,36 +165,6 @@ def unroll(
     return collected
 
 
-def training_step(
-    drafter: DrafterWeights,
-    batch: PackedBatch,
-    target: FrozenTarget,
-    options: LossOptions,
-    normaliser: float | Tensor,
-    metrics: bool,
-) -> StepOutput:
-    """Loss of one pack: sum over supervised rows of decay**k * loss / normaliser."""
-    rows = batch.rows
-    if rows.steps == 0:
-        no_hits = torch.zeros(0, dtype=torch.bool, device=rows.starts.device)
-        return StepOutput(_untouched(drafter), hits(rows, no_hits) if metrics else None)
-    outputs = unroll(drafter, batch, target)
-    with torch.no_grad():
-        states = losses.target_states(batch, target)
-        supervision = losses.teacher(states, target)
-        weights = losses.row_weights(rows, options.decay, normaliser, wide(states.dtype))
-    head = drafter.lm_head.weight
-    loss, drafts = losses.draft_loss(
-        outputs, head, supervision, rows, weights, options.kind, metrics, drafter.fp8
-    )
-    found = None
-    if drafts is not None:
-        answers = losses.target_answers(states, target)
-        proposed = target.draft_ids.index_select(0, drafts)
-        found = hits(rows, proposed == answers.index_select(0, rows.slots))
-    return StepOutput(loss, found)
-
-
 @torch.no_grad()
 def hits(rows: RowPlan, correct: Tensor) -> StepMetrics:
     """Per-step and leading hits from the hit of every flat row (bool[R])."""
@@ -210,8 +178,3 @@ def hits(rows: RowPlan, correct: Tensor) -> StepMetrics:
         totals[0, k], totals[1, k] = hit.sum(), leading.sum()
         accepted[: len(hit)] += leading
     return StepMetrics(rows.counts, totals[0], totals[1], accepted)
-
-
-def _untouched(drafter: DrafterWeights) -> Tensor:
-    """Zero with a zero gradient for every parameter, so that a rank without rows joins the collectives."""
-    return torch.stack([p.flatten()[:1].sum() * 0 for p in drafter.parameters()]).sum()

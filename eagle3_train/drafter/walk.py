@@ -20,19 +20,20 @@ from eagle3_train.drafter.ttt import StepOutput
 class Acceptance:
     """Totals of a walk, for K = 1 .. max drafts (entry K-1). Sum the records of several packs with `+`.
 
-    rounds[K-1] drafting rounds accepted accepted[K-1] drafts in all; position[K-1, j] rounds accepted draft j.
+    Of rounds[K-1] drafting rounds, position[K-1, j] accepted draft j.
     """
 
     rounds: np.ndarray
-    accepted: np.ndarray
     position: np.ndarray
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
-        return Acceptance(
-            self.rounds + other.rounds,
-            self.accepted + other.accepted,
-            self.position + other.position,
-        )
+        return Acceptance(self.rounds + other.rounds, self.position + other.position)
+
+    @property
+    def accepted(self) -> np.ndarray:
+        """Drafts accepted in all rounds."""
+        total: np.ndarray = self.position.sum(1)
+        return total
 
     @property
     def expected_length(self) -> np.ndarray:
@@ -41,43 +42,31 @@ class Acceptance:
         return length
 
 
-def answer_spans(starts: np.ndarray, begin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(first, last + 1) index of every answer among starts in position order.
-
-    starts int[N] are context rows in increasing order, begin int[N] the first context row of their document:
-    one answer's starts are consecutive rows of one document.
-    """
-    if not len(starts):
-        empty = np.zeros(0, dtype=np.int64)
-        return empty, empty
-    breaks = (np.diff(starts) != 1) | (np.diff(begin) != 0)
-    first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
-    return first, np.concatenate([first[1:], [len(starts)]])
-
-
 def walk_answers(
     accepted: np.ndarray, starts: np.ndarray, begin: np.ndarray, max_drafts: int
 ) -> Acceptance:
     """Walk every answer of a pack, for every K = 1 .. max_drafts at once.
 
     accepted int[N] is the number of leading hits of each start; starts and begin (int[N]) are its context row
-    and its document's first context row. Any order; a walk ends where no start is left.
+    and its document's first context row. Any order; one answer's starts are consecutive rows of one document,
+    and a walk ends where no start is left.
     """
     order = np.argsort(starts, kind="stable")
     accepted, starts, begin = accepted[order], starts[order], begin[order]
-    first, last = answer_spans(starts, begin)
+    breaks = (np.diff(starts) != 1) | (np.diff(begin) != 0)
+    first = np.concatenate([[0], np.flatnonzero(breaks) + 1])
+    last = np.concatenate([first[1:], [len(starts)]])
     depths = np.arange(1, max_drafts + 1)[:, None]
     at = np.repeat(first[None], max_drafts, 0)  # [K, answers]
-    rounds, total = np.zeros(max_drafts, np.int64), np.zeros(max_drafts, np.int64)
+    rounds = np.zeros(max_drafts, np.int64)
     position = np.zeros((max_drafts, max_drafts), np.int64)
     while (alive := at < last).any():
         hits = np.minimum(accepted[np.minimum(at, len(accepted) - 1)], depths)
         rounds += alive.sum(1)
-        total += (hits * alive).sum(1)
         for j in range(max_drafts):
             position[:, j] += ((hits > j) & alive).sum(1)
         at = np.where(alive, at + hits + 1, at)
-    return Acceptance(rounds, total, position)
+    return Acceptance(rounds, position)
 
 
 @torch.no_grad()

@@ -75,7 +75,7 @@ def reference_loss(
     ttt_steps: int,
     normaliser: float,
 ) -> Float[Tensor, ""]:
-    """The loss that `ttt.training_step` must return for these documents packed together."""
+    """The loss that `Eagle3Drafter` must return for these documents packed together."""
     total = drafter.fc.weight.new_zeros(())
     for document in documents:
         logits = target_logits(document.last, target)

@@ -71,7 +71,7 @@ def measured(
 
 def walks(accepted: int = 19) -> Walks:
     """Each of the four answers walked in 20 rounds."""
-    found = Acceptance(np.full(3, 20), np.array([10, 15, accepted]), np.zeros((3, 3), np.int64))
+    found = Acceptance(np.full(3, 20), np.diag([10, 15, accepted]))
     return {"gsm8k": [found] * 4}
 
 
