@@ -5,8 +5,10 @@ forward and input gradient where only a norm in front is trained, forward alone 
 what exact row compaction leaves, with everything that depends on a token alone done once per token.
 """
 
+import math
 from dataclasses import dataclass
 
+from eagle3_train.drafter.checkpoint_format import expected_tensors
 from eagle3_train.drafter.rows import RowPlan
 from eagle3_train.drafter.spec import DrafterSpec
 
@@ -58,22 +60,14 @@ def without_token_sharing(spec: DrafterSpec, rows: RowPlan) -> float:
     return needed(spec, rows).total + 6.0 * (flat - rows.counts[0]) * (query + keys)
 
 
-def parameter_count(spec: DrafterSpec) -> int:
-    """Trained parameters (norms left out)."""
-    hidden = spec.hidden_size
-    attention = 2 * hidden * (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    attention += hidden * spec.num_heads * spec.head_dim
-    mlp = 3 * hidden * spec.intermediate_size
-    return attention + mlp + spec.num_aux * hidden**2 + hidden * spec.draft_vocab_size
-
-
 def floor_bytes(spec: DrafterSpec, rows: RowPlan) -> dict[str, float]:
     """Bytes that have to move and to stay, in bf16 with fp32 masters and moments.
 
     moved: optimiser (28 per parameter), elementwise passes over the rows' activations (one read or write each)
     resident: weights, gradients, optimiser state (16 per parameter), embedding and draft head of the target
     """
-    flat, parameters = sum(rows.counts), parameter_count(spec)
+    flat = sum(rows.counts)
+    parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
     kv = 2 * spec.num_kv_heads * spec.head_dim
     per_row = 2 * (
         12 * spec.hidden_size

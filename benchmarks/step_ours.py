@@ -65,35 +65,11 @@ def _ragged_lengths() -> tuple[int, ...]:
     return tuple(int(n) for n in np.exp(draws))
 
 
-_LLAMA = {
-    "hidden": 4096,
-    "inter": 14336,
-    "heads": 32,
-    "kv_heads": 8,
-    "vocab": 128256,
-    "draft_vocab": 32000,
-    "theta": 500000.0,
-    "ttt": 7,
-}
-_KIMI = {
-    "hidden": 7168,
-    "inter": 12288,
-    "heads": 64,
-    "kv_heads": 64,
-    "vocab": 163840,
-    "draft_vocab": 163840,
-    "theta": 50000.0,
-    "ttt": 4,
-}
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("llama8b", **_LLAMA, lengths=(2048,) * 4),  # type: ignore[arg-type]
-        Shape("kimi", **_KIMI, lengths=(4096,)),  # type: ignore[arg-type]
-        Shape("ragged", **_LLAMA, lengths=_ragged_lengths()),  # type: ignore[arg-type]
-        Shape("kimi-32k", **_KIMI, lengths=(32768,)),  # type: ignore[arg-type]
-    )
-}
+_LLAMA = Shape("llama8b", 4096, 14336, 32, 8, 128256, 32000, 500000.0, 7, (2048,) * 4)
+_KIMI = Shape("kimi", 7168, 12288, 64, 64, 163840, 163840, 50000.0, 4, (4096,))
+_RAGGED = replace(_LLAMA, name="ragged", lengths=_ragged_lengths())
+_LONG = replace(_KIMI, name="kimi-32k", lengths=(32768,))
+SHAPES = {shape.name: shape for shape in (_LLAMA, _KIMI, _RAGGED, _LONG)}
 
 
 def make_weights(shape: Shape, device: str, oov_scale: float = 0.05) -> dict[str, Tensor]:

@@ -115,10 +115,8 @@ def supervised_steps(mask: np.ndarray, ttt_steps: int) -> np.ndarray:
 def plan_rows(ids: Sequence[np.ndarray], masks: Sequence[np.ndarray], ttt_steps: int) -> RowPlan:
     """Index lists of a pack from each document's token ids and loss mask (same lengths, n >= 1).
 
-    Raises ValueError when a document's ids and mask differ in length or ttt_steps < 1.
+    Raises ValueError when a document's ids and mask differ in length.
     """
-    if ttt_steps < 1:
-        raise ValueError(f"ttt_steps is {ttt_steps}; train at least one step.")
     for number, (x, m) in enumerate(zip(ids, masks, strict=True)):
         if len(x) != len(m) or len(x) == 0:
             raise ValueError(f"document {number} has {len(x)} ids and a mask of {len(m)}.")

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-import torch
 
-from eagle3_train.drafter.rows import plan_rows, supervised_steps
+from eagle3_train.drafter.rows import plan_rows
 from eagle3_train.drafter.walk import walk_answers
 
 
@@ -89,15 +88,6 @@ def test_a_pack_of_prompts_has_no_rows_at_all():
 def test_a_mask_of_another_length_is_refused():
     with pytest.raises(ValueError, match="document 1 has 3 ids and a mask of 2"):
         plan_rows([np.arange(2), np.arange(3)], [np.ones(2, bool), np.ones(2, bool)], 3)
-    with pytest.raises(ValueError, match="ttt_steps is 0"):
-        plan_rows([np.arange(2)], [np.ones(2, bool)], 0)
-
-
-def test_supervision_is_prefix_closed_in_k():
-    rng = np.random.default_rng(0)
-    mask = rng.random(200) < 0.7
-    shallow, deep = supervised_steps(mask, 3), supervised_steps(mask, 9)
-    assert np.array_equal(np.minimum(deep, 3), shallow)
 
 
 def test_the_walk_counts_rounds_as_an_engine_would():
@@ -146,11 +136,3 @@ def test_the_walk_equals_a_plain_loop_over_answers_in_any_order():
 def test_an_empty_walk_accepts_nothing():
     none = np.zeros(0, int)
     assert walk_answers(none, none, none, 2).expected_length.tolist() == [1, 1]
-
-
-def test_plans_move_to_a_device_whole():
-    plan = plan_rows([np.arange(6)], [np.ones(6, bool)], 2).to("meta")
-    assert plan.counts == (4, 3)
-    assert {t.device for t in (plan.context, plan.slots, plan.order, plan.starts)} == {
-        torch.device("meta")
-    }

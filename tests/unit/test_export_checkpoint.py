@@ -25,6 +25,7 @@ from eagle3_train.drafter.checkpoint_format import (
     sglang_layer_ids,
 )
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+from tests.unit.drafter_cases import llama_spec, mla_spec
 
 Tensors = dict[str, torch.Tensor]
 Json = dict[str, Any]
@@ -33,34 +34,17 @@ YARN = RopeSpec(
     "yarn", 50_000.0, 64.0, 4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0, interleaved=True
 )
 LLAMA3 = RopeSpec("llama3", 500_000.0, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
-LLAMA_SPEC = DrafterSpec(
-    hidden_size=16,
-    intermediate_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=64,
-    draft_vocab_size=32,
-    max_position_embeddings=512,
-    rope=LLAMA3,
-)
-MLA_SPEC = DrafterSpec(
-    hidden_size=16,
-    intermediate_size=24,
-    num_heads=2,
-    num_kv_heads=2,
-    head_dim=12,
-    vocab_size=64,
-    draft_vocab_size=32,
-    max_position_embeddings=512,
-    attention="mla",
-    q_lora_rank=8,
-    kv_lora_rank=8,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    rope=YARN,
-)
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "vocab_size": 64,
+    "draft_vocab_size": 32,
+    "max_position_embeddings": 512,
+}
+LLAMA_SPEC = llama_spec(**SIZES, head_dim=8, rope=LLAMA3)
+HEADS = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 12}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+MLA_SPEC = mla_spec(**SIZES, **HEADS, **LATENT, rope=YARN)
 TARGET = ServedTarget(num_layers=8, serving_len=512, required_tokens=(0, 2))
 BOUNDARIES = (2, 4, 5)
 D2T = torch.arange(0, 64, 2) - torch.arange(32)
@@ -170,49 +154,26 @@ def truncate(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-CORRUPTIONS: list[tuple[str, Callable[[Path], None], str]] = [
-    ("missing d2t", edit_tensors(lambda t: t.pop("d2t")), "missing tensor d2t"),
-    ("missing t2d", edit_tensors(lambda t: t.pop("t2d")), "missing tensor t2d"),
-    ("zero d2t", edit_tensors(lambda t: t["d2t"].zero_()), "d2t is all zeros"),
-    ("unsorted d2t", edit_tensors(unsorted), "d2t is unsorted"),
-    (
-        "d2t past the vocabulary",
-        edit_tensors(lambda t: t["d2t"].__setitem__(-1, 60)),
-        "leaves the target voc",
-    ),
-    ("d2t of int32", edit_tensors(lambda t: t.update(d2t=t["d2t"].int())), "d2t is torch.int32"),
-    (
-        "stale t2d",
-        edit_tensors(lambda t: t["t2d"].__setitem__(0, False)),
-        "t2d is not the bool mask",
-    ),
-    ("no EOS", edit_tensors(lambda t: drop_eos(t)), r"lacks special tokens \[2\]"),
-    ("missing tensor", edit_tensors(lambda t: t.pop("norm.weight")), "missing tensor norm.weight"),
-    (
-        "extra tensor",
-        edit_tensors(lambda t: t.update(surplus=torch.ones(1))),
-        "extra tensor surplus",
-    ),
-    (
-        "embedding",
-        edit_tensors(lambda t: t.update({"embed_tokens.weight": torch.ones(1)})),
-        "extra tensor embed",
-    ),
-    (
-        "bf16 tensor",
-        edit_tensors(lambda t: t.update({"fc.weight": t["fc.weight"].bfloat16()})),
-        "bfloat16, config",
-    ),
-    (
-        "not finite",
-        edit_tensors(lambda t: t["fc.weight"].__setitem__((0, 0), float("nan"))),
-        "fc.weight holds",
-    ),
-    ("truncated file", truncate, "not a readable safetensors file"),
-    ("no weights", lambda d: (d / "model.safetensors").unlink(), "holds no weights"),
-    ("no config", lambda d: (d / "config.json").unlink(), "holds no config.json"),
-    ("torn config", lambda d: (d / "config.json").write_text("{"), "is not JSON"),
+CORRUPTIONS: list[tuple[Callable[[Path], None], str]] = [
+    (edit_tensors(lambda t: t.pop("d2t")), "missing tensor d2t"),
+    (edit_tensors(lambda t: t.pop("t2d")), "missing tensor t2d"),
+    (edit_tensors(lambda t: t["d2t"].zero_()), "d2t is all zeros"),
+    (edit_tensors(unsorted), "d2t is unsorted"),
+    (edit_tensors(lambda t: t["d2t"].__setitem__(-1, 60)), "leaves the target vocabulary"),
+    (edit_tensors(lambda t: t.update(d2t=t["d2t"].int())), "d2t is torch.int32"),
+    (edit_tensors(lambda t: t["t2d"].__setitem__(0, False)), "t2d is not the bool mask"),
+    (edit_tensors(lambda t: drop_eos(t)), r"lacks special tokens \[2\]"),
+    (edit_tensors(lambda t: t.pop("norm.weight")), "missing tensor norm.weight"),
+    (edit_tensors(lambda t: t.update(surplus=torch.ones(1))), "extra tensor surplus"),
+    (edit_tensors(lambda t: t.update({"embed_tokens.weight": torch.ones(1)})), "extra tensor emb"),
+    (edit_tensors(lambda t: t.update({FC: t[FC].bfloat16()})), "bfloat16, config.json says"),
+    (edit_tensors(lambda t: t[FC].__setitem__((0, 0), float("nan"))), "fc.weight holds values"),
+    (truncate, "not a readable safetensors file"),
+    (lambda d: (d / "model.safetensors").unlink(), "holds no weights"),
+    (lambda d: (d / "config.json").unlink(), "holds no config.json"),
+    (lambda d: (d / "config.json").write_text("{"), "is not JSON"),
 ]
+FC = "fc.weight"
 NESTED = "eagle_aux_hidden_state_layer_ids"
 WRONG: list[tuple[str, Any]] = [
     ("vocab_size", 32),
@@ -243,9 +204,7 @@ def drop_eos(tensors: Tensors) -> None:
     tensors["t2d"] = membership(tensors["d2t"], 64)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "fault"), [c[1:] for c in CORRUPTIONS], ids=[c[0] for c in CORRUPTIONS]
-)
+@pytest.mark.parametrize(("spoil", "fault"), CORRUPTIONS, ids=[c[1] for c in CORRUPTIONS])
 def test_a_spoilt_checkpoint_is_refused_by_name(
     tmp_path: Path, spoil: Callable[[Path], None], fault: str
 ) -> None:
