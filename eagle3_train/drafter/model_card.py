@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from eagle3_train.drafter.checkpoint_format import layout_of, read_config
+from eagle3_train.drafter.checkpoint_format import Json, layout_of, read_config
 from eagle3_train.rundir import write_atomic
-
-Json = dict[str, Any]
 
 
 def write_card(directory: Path, rows: Sequence[Json] = ()) -> None:
@@ -18,13 +15,18 @@ def write_card(directory: Path, rows: Sequence[Json] = ()) -> None:
     config = read_config(directory)
     facts = config["eagle3_train"]
     measured = [row for row in rows if row["drafter"] == "trained"]
+    acceptance = ["Not measured yet: run the evaluate stage."]
+    if measured:
+        acceptance = [
+            markdown_table([served(row) for row in measured]),
+            f"Measured in the engine ({measured[0]['hardware']}, {measured[0]['engine']}). Acceptance length counts "
+            "the bonus token; expected is the estimate from walking the same answers.",
+        ]
     parts = [
         f"# EAGLE-3 drafter for {facts['target']}",
-        markdown_table(
-            [{"fact": name, "value": text} for name, text in _facts(config, facts).items()]
-        ),
+        markdown_table([{"fact": k, "value": v} for k, v in _facts(config, facts).items()]),
         "## Acceptance",
-        _acceptance(measured) if measured else "Not measured yet: run the evaluate stage.",
+        *acceptance,
         "## Launch",
         *_launch(directory.name, config, facts),
     ]
@@ -33,12 +35,11 @@ def write_card(directory: Path, rows: Sequence[Json] = ()) -> None:
 
 def _facts(config: Json, facts: Json) -> dict[str, str]:
     attention = "latent (MLA)" if config.get("kv_lora_rank") else "grouped-query"
-    share = f"{config['draft_vocab_size']} of {config['vocab_size']} tokens"
     return {
         "architecture": f"{config['architectures'][0]}, {attention} attention",
         "reads": f"boundaries {config['eagle_aux_hidden_state_layer_ids']} of the target"
         " (boundary k = residual stream after k layers)",
-        "draft vocabulary": share,
+        "draft vocabulary": f"{config['draft_vocab_size']} of {config['vocab_size']} tokens",
         "serves": f"{config['max_position_embeddings']} positions",
         "trained on": f"{facts['samples']} samples of {facts['data']}, {facts['sampling']}",
         "trained at": f"up to {facts['trained_len']} tokens per sample; "
@@ -46,14 +47,6 @@ def _facts(config: Json, facts: Json) -> dict[str, str]:
         "steps": f"{facts['steps']} optimiser steps, {facts['epochs']} epochs",
         "made by": f"eagle3-train {facts['commit']}, run {facts['run']}",
     }
-
-
-def _acceptance(rows: Sequence[Json]) -> str:
-    return (
-        markdown_table([served(row) for row in rows])
-        + f"\n\nMeasured in the engine ({rows[0]['hardware']}, {rows[0]['engine']}). Acceptance length counts the "
-        "bonus token; expected is the estimate from walking the same answers."
-    )
 
 
 def served(row: Json) -> dict[str, str]:
