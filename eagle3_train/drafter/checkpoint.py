@@ -127,7 +127,7 @@ def _check_shapes(
     if missing := sorted(shapes.keys() - tensors.keys()):
         raise ExportError(f"{directory}: missing tensor {', '.join(missing)}")
     if extra := sorted(tensors.keys() - shapes.keys()):
-        raise ExportError(f"{directory}: extra tensor {', '.join(extra)}: the drafter has no place")
+        raise ExportError(f"{directory}: extra tensor {', '.join(extra)}: no part of this drafter")
     for name, shape in shapes.items():
         found = tuple(tensors[name].shape)
         if found != shape:

@@ -1,4 +1,4 @@
-"""The training-time-test step: K teacher-forced drafting steps over one pack, and their loss.
+"""The training-time-test step: K teacher-forced drafting steps over one pack (`model.py` adds their loss).
 
 Alignment for one document, nothing shifted (t is local; x ids, a auxiliary states, L last states):
 
