@@ -49,7 +49,7 @@ def _environment(peers: Path | None, impl: str) -> dict[str, str]:
     paths = [str(ROOT)]
     if peers is not None:
         checkout = {"specforge": "SpecForge", "torchspec": "TorchSpec", "speculators": "spec"}
-        paths += [str(peers / checkout.get(impl.split("+")[0], "shims")), str(peers / "drivers")]
+        paths += [str(peers / checkout.get(impl, "shims")), str(peers / "drivers")]
     known = os.environ.get("PYTHONPATH", "")
     tail = [known] if known else []
     tail += [str(peers / "site"), str(peers / "shims")] if peers is not None else []
@@ -150,9 +150,7 @@ def main() -> None:
     )
     parser.add_argument("--all", action="store_true", help="every shape and implementation")
     parser.add_argument("--shapes", nargs="*", default=["llama8b"])
-    parser.add_argument(
-        "--impls", nargs="*", default=None, help="ours, ours-fp8, specforge, specforge+compact, ..."
-    )
+    parser.add_argument("--impls", nargs="*", default=None, help="ours, ours-fp8, specforge, ...")
     parser.add_argument("--supervised", nargs="*", type=float, default=None)
     parser.add_argument("--peers", type=Path, default=None)
     parser.add_argument("--iters", type=int, default=20)

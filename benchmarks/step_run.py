@@ -150,24 +150,16 @@ def run_driver(impl: str, shape: Shape, options: argparse.Namespace, turn: Turn)
         from specforge.core import loss
 
         model.LogSoftmaxLoss = SimpleNamespace(apply=loss._compute_loss)
-    base, *flags = impl.split("+")
     arguments = {
         "hidden": shape.hidden, "inter": shape.inter, "heads": shape.heads, "kv-heads": shape.kv_heads,
         "head-dim": shape.head_dim, "vocab": shape.vocab, "draft-vocab": shape.draft_vocab,
         "rope-theta": shape.theta, "ttt": shape.ttt, "batch": rows, "seq": max(shape.lengths),
         "device": "cuda", "dtype": "bfloat16", "backend": "flex_attention", "oov-scale": 0.05,
     }  # fmt: skip
-    driver = (
-        next(p for p in map(Path, sys.path) if (p / f"bench_{base}_step.py").exists())
-        / f"bench_{base}_step.py"
-    )
-    switch = {"compact": "--compact-teacher", "full": "--full-metrics", "ckpt": "--grad-ckpt"}
-    sys.argv = [
-        str(driver),
-        *(x for k, v in arguments.items() for x in (f"--{k}", str(v))),
-        *(switch[f] for f in flags),
-    ]
-    runpy.run_path(str(driver), run_name="__main__")
+    drivers = (Path(folder) / f"bench_{impl}_step.py" for folder in sys.path)
+    driver = str(next(path for path in drivers if path.exists()))
+    sys.argv = [driver, *(x for k, v in arguments.items() for x in (f"--{k}", str(v)))]
+    runpy.run_path(driver, run_name="__main__")
 
 
 def run_speculators(shape: Shape, options: argparse.Namespace, turn: Turn) -> None:
