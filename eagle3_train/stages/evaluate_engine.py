@@ -106,7 +106,9 @@ def measure(
             for request, generation in zip(asked, generations, strict=False)
         ]
     total = counters - before
-    return Measurement(tuple(answers), tuple(timed), total.num_drafts, total.accepted_per_position)
+    return Measurement(
+        tuple(answers), (tuple(timed),), total.num_drafts, total.accepted_per_position
+    )
 
 
 def _timed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +15,7 @@ from eagle3_train.drafter.walk import Acceptance
 LOOP_MIN_TOKENS = 32
 LOOP_BIGRAMS = 0.5  # of an ordinary 128-token answer, about 0.9 of the bigrams are distinct
 DRAWS = 2000
-LEAST_TIMED = 3
+LEAST = 5  # of fewer, a bootstrap interval is far too narrow
 
 Tokens = tuple[int, ...]
 
@@ -34,28 +34,32 @@ class Answer:
 class Timed(NamedTuple):
     """Requests answered together, the tokens that came back, and the seconds they took."""
 
-    requests: int
-    tokens: int
+    requests: float
+    tokens: float
     seconds: float
+
+    def times(self, factor: float) -> Timed:
+        """As if it had been asked `factor` times."""
+        return Timed(*(factor * value for value in self))
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
     """The prompts of one dataset, asked one at a time or again and again together.
 
-    answers: one for each prompt. timed: one for each request, or for each pass over all. The rest are vLLM's
-    counters over everything that was timed.
+    answers: one for each prompt. timed, a group for each dataset: one for each request, or for each pass over all.
+    The rest are vLLM's counters over everything that was timed.
     """
 
     answers: tuple[Answer, ...]
-    timed: tuple[Timed, ...]
-    num_drafts: int
-    accepted_per_position: tuple[int, ...]
+    timed: tuple[tuple[Timed, ...], ...]
+    num_drafts: float
+    accepted_per_position: tuple[float, ...]
 
     @property
     def total(self) -> Timed:
         """Everything that was timed."""
-        requests, tokens, seconds = zip(*self.timed, strict=True)
+        requests, tokens, seconds = zip(*chain.from_iterable(self.timed), strict=True)
         return Timed(sum(requests), sum(tokens), sum(seconds))
 
     @property
@@ -65,15 +69,22 @@ class Measurement:
 
 
 def pooled(datasets: Mapping[str, Measurement]) -> Measurement:
-    """Passes over several datasets as one."""
+    """Several datasets as one; each prompt weighs the same, however often its dataset was repeated."""
     parts = datasets.values()
+    weights = [len(part.answers) / part.total.requests for part in parts]
+    counts = [
+        [weight * count for count in part.accepted_per_position]
+        for part, weight in zip(parts, weights, strict=True)
+    ]
     return Measurement(
         answers=tuple(answer for part in parts for answer in part.answers),
-        timed=tuple(timed for part in parts for timed in part.timed),
-        num_drafts=sum(part.num_drafts for part in parts),
-        accepted_per_position=tuple(
-            map(sum, zip(*(part.accepted_per_position for part in parts), strict=True))
+        timed=tuple(
+            tuple(one.times(weight) for one in group)
+            for part, weight in zip(parts, weights, strict=True)
+            for group in part.timed
         ),
+        num_drafts=sum(p.num_drafts * w for p, w in zip(parts, weights, strict=True)),
+        accepted_per_position=tuple(map(sum, zip(*counts, strict=True))),
     )
 
 
@@ -102,9 +113,9 @@ def served_row(
     return {
         "num_speculative_tokens": k,
         "prompts": len(outputs),
-        "requests": total.requests,
-        "output_tokens": total.tokens,
-        "num_drafts": served.num_drafts,
+        "requests": round(total.requests),
+        "output_tokens": round(total.tokens),
+        "num_drafts": round(served.num_drafts),
         "acceptance_length": 1.0 + sum(per_position),
         "acceptance_length_kept": (total.tokens - total.requests) / drafts,
         "acceptance_interval": acceptance_interval(served.answers),
@@ -148,20 +159,26 @@ def conditional(per_position: Sequence[float]) -> list[float]:
 
 
 def acceptance_interval(answers: Sequence[Answer], seed: int = 0) -> list[float] | None:
-    """95 % bootstrap interval over prompts of 1 + accepted / drafts; None without per-request counters."""
+    """95 % bootstrap interval over prompts of 1 + accepted / drafts; None of few or without per-request counters."""
     counts = _counts(answers)
-    if counts is None:
+    if counts is None or len(counts) < LEAST:
         return None
     return _edges(_resampled(counts, _draws(len(counts), seed)))
 
 
 def speedup_interval(served: Measurement, plain: Measurement) -> list[float] | None:
-    """95 % bootstrap interval of the ratio of tokens per second, over what was timed; None with fewer than three."""
-    if min(len(served.timed), len(plain.timed)) < LEAST_TIMED:
+    """95 % bootstrap interval of the ratio of tokens per second, over what was timed, within each dataset.
+
+    None when a dataset was timed less than five times: the interval would be too narrow.
+    """
+    if min(map(len, (*served.timed, *plain.timed))) < LEAST:
         return None
     ours, theirs = (
-        np.array(side.timed)[_draws(len(side.timed), seed)].sum(axis=1)
-        for seed, side in enumerate((served, plain))
+        sum(
+            np.array(group)[_draws(len(group), seed + number)].sum(axis=1)
+            for number, group in enumerate(side.timed)
+        )
+        for seed, side in ((0, served), (1000, plain))
     )
     return _edges((ours[:, 1] / ours[:, 2]) / (theirs[:, 1] / theirs[:, 2]))
 
@@ -172,7 +189,7 @@ def paired_difference(
     """Our acceptance length minus theirs on the same prompts; 95 % interval from resampling both together."""
     assert [a.id for a in ours] == [a.id for a in theirs]
     left, right = _counts(ours), _counts(theirs)
-    if left is None or right is None:
+    if left is None or right is None or len(left) < LEAST:
         return None
     draws = _draws(len(left), seed)
     interval = _edges(_resampled(left, draws) - _resampled(right, draws))
@@ -191,7 +208,7 @@ def length_buckets(answers: Sequence[Answer]) -> dict[str, dict[str, Any]] | Non
     for bound, group in sorted(groups.items()):
         counts = _counts(group)
         if counts is None:
-            return None
+            continue
         *accepted, drafts = counts.sum(axis=0).tolist()
         per_position = [count / drafts for count in accepted]
         found[f"<= {bound}"] = {
@@ -200,7 +217,7 @@ def length_buckets(answers: Sequence[Answer]) -> dict[str, dict[str, Any]] | Non
             "per_position_acceptance": per_position,
             "conditional_acceptance": conditional(per_position),
         }
-    return found
+    return found or None
 
 
 def agreement(

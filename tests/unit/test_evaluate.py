@@ -52,12 +52,12 @@ def passed(ids: tuple[int, ...] = VARIED, prompts: int = 4) -> Measurement:
     """40-token answers in 20 rounds and half a second each: 39 tokens after the first, 19 of them drafted."""
     answers = tuple(Answer(f"p{i}", PROMPT, ids, 20, (12, 5, 2)) for i in range(prompts))
     counts = 20 * prompts, (12 * prompts, 5 * prompts, 2 * prompts)
-    return Measurement(answers, (Timed(1, 40, 0.5),) * prompts, *counts)
+    return Measurement(answers, ((Timed(1, 40, 0.5),) * prompts,), *counts)
 
 
-def plainly(ids: tuple[int, ...] = VARIED, seconds: float = 0.75) -> Measurement:
-    answers = tuple(Answer(f"p{i}", PROMPT, ids) for i in range(4))
-    return Measurement(answers, (Timed(1, 40, seconds),) * 4, 0, ())
+def plainly(ids: tuple[int, ...] = VARIED, prompts: int = 4) -> Measurement:
+    answers = tuple(Answer(f"p{i}", PROMPT, ids) for i in range(prompts))
+    return Measurement(answers, ((Timed(1, 40, 0.75),) * prompts,), 0, ())
 
 
 def measured(
@@ -121,25 +121,24 @@ def test_a_row_agrees_with_counts_made_by_hand() -> None:
     assert row["per_position_acceptance"] == [0.6, 0.25, 0.1]
     assert (row["tokens_per_s"], row["tokens_per_s_plain"]) == (80.0, pytest.approx(160 / 3))
     assert row["speedup"] == pytest.approx(1.5)
-    assert row["speedup_interval"] == pytest.approx([1.5, 1.5])
     assert row["lossless"] is True
 
 
 def test_the_interval_of_a_speedup_covers_what_its_timings_scatter() -> None:
-    steady, once = plainly(), replace(plainly(), timed=(Timed(4, 160, 3.0),))
+    steady = replace(plainly(), timed=((Timed(1, 40, 0.75),) * 5,))
     seconds = np.random.default_rng(0).uniform(0.4, 0.6, 40)
-    scattered = replace(passed(), timed=tuple(Timed(1, 40, s) for s in seconds))
+    scattered = replace(passed(), timed=(tuple(Timed(1, 40, s) for s in seconds),))
     found = speedup_interval(scattered, steady)
     assert found is not None
     assert found[0] < scattered.tokens_per_s / steady.tokens_per_s < found[1]
     assert found[1] - found[0] < 0.15  # single timings differ by 50 %
-    assert speedup_interval(scattered, once) is None
+    assert speedup_interval(scattered, plainly()) is None  # four timings say too little
 
 
 def test_prompts_asked_several_times_count_once_as_prompts_and_always_in_the_counters() -> None:
     twice = replace(
         passed(),
-        timed=(Timed(8, 320, 4.0),) * 2,
+        timed=((Timed(8, 320, 4.0),) * 2,),
         num_drafts=320,
         accepted_per_position=(192, 80, 32),
     )
@@ -150,7 +149,21 @@ def test_prompts_asked_several_times_count_once_as_prompts_and_always_in_the_cou
 
 def test_pooling_two_datasets_is_measuring_them_as_one() -> None:
     both = pooled({"a": passed(prompts=1), "b": passed(prompts=3)})
-    assert replace(both, answers=()) == replace(passed(), answers=())
+    assert both.total == passed().total
+    assert (both.num_drafts, both.accepted_per_position) == (80, (48, 20, 8))
+
+
+def test_a_dataset_that_was_repeated_more_often_weighs_no_more() -> None:
+    def asked(passes: int, seconds: float, accepted: int) -> Measurement:
+        timed = ((Timed(4, 160, seconds),) * passes,)
+        return Measurement(passed().answers, timed, 80 * passes, (accepted * passes,))
+
+    served = pooled({"a": asked(9, 1.0, 40), "b": asked(5, 10.0, 80)})
+    plain = pooled({"a": asked(5, 1.5, 40), "b": asked(9, 15.0, 80)})
+    row = served_row(served, plain, plain, None, exact=True)
+    assert row["speedup"] == pytest.approx(1.5)
+    assert row["speedup_interval"] == pytest.approx([1.5, 1.5])
+    assert row["acceptance_length"] == pytest.approx(1.75)
 
 
 def test_one_changed_token_is_not_lossless_and_alarms(config: JobConfig) -> None:
@@ -220,10 +233,10 @@ def test_prompts_that_leak_from_training_alarm(config: JobConfig) -> None:
 
 
 def test_another_drafter_is_compared_on_the_same_prompts(config: JobConfig) -> None:
-    answers = tuple(replace(a, accepted_per_position=(12, 9, 8)) for a in passed().answers)
-    better = replace(passed(), answers=answers)
-    served = {"trained": measured(better), "other": measured(passed())}
-    plain = measured(plainly())
+    answers = tuple(replace(a, accepted_per_position=(12, 9, 8)) for a in passed(prompts=5).answers)
+    better = replace(passed(prompts=5), answers=answers)
+    served = {"trained": measured(better), "other": measured(passed(prompts=5))}
+    plain = measured(plainly(prompts=5))
     found = evaluate.compose(config, plain, served, {}, [])["difference_to_other"]
     assert found.keys() == {"gsm8k", "all"}
     assert found["all"]["difference"] == pytest.approx(0.5)
