@@ -49,7 +49,7 @@ def write_checkpoint(
     metadata: Json | None = None,
     layout: Layout = "eagle3",
 ) -> None:
-    """Write `directory` whole or not at all, replacing an older one; d2t is None for the full vocabulary.
+    """Write `directory` whole and valid or not at all, replacing an older one; d2t is None for the full vocabulary.
 
     `weights` are those of `expected_tensors`; `metadata` goes into config.json under "eagle3_train". The speculators
     layout takes its verifier and draft tokens from metadata's "target" and "num_speculative_tokens".
@@ -78,9 +78,16 @@ def write_checkpoint(
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+    try:
+        validate_checkpoint(temporary, spec, boundaries, target)
+    except ExportError:
+        shutil.rmtree(temporary)
+        raise
+    older = directory.with_name(f".{directory.name}.{os.getpid()}.old")
     if directory.exists():
-        shutil.rmtree(directory)
+        directory.rename(older)
     temporary.rename(directory)
+    shutil.rmtree(older, ignore_errors=True)
 
 
 def membership(d2t: Int[Tensor, " draft_vocab"], vocab_size: int) -> Bool[Tensor, " vocab"]:

@@ -25,6 +25,7 @@ from eagle3_train.runlog import log, read_metrics
 from eagle3_train.stages.evaluate_engine import (
     Datasets,
     Measured,
+    depends_on,
     hardware,
     measure_drafters,
     measure_plain,
@@ -54,21 +55,17 @@ def run(config: JobConfig) -> Json:
     paths = RunDir(config.run_path)
     if not (paths.drafter / "config.json").is_file():
         raise ValueError(f"no drafter in {paths.drafter}: run ray_jobs/export.py first")
-    inputs = {
-        "drafter": read_config(paths.drafter)["eagle3_train"]["source"],
-        "engine": config.engine.model_dump(mode="json"),
-        "settings": config.evaluate.model_dump(mode="json"),
-    }
-    if paths.evaluation.is_file():
-        done: Json = json.loads(paths.evaluation.read_text())
-        if done["inputs"] == inputs:
-            log.info("evaluate: %s is current", paths.evaluation)
-            return done
     drafters = {"trained": paths.drafter.resolve()}
     if config.evaluate.untrained:
         drafters["untrained"] = paths.untrained_drafter.resolve()
     if config.evaluate.against:
         drafters["other"] = Path(config.evaluate.against).resolve()
+    inputs = {name: depends_on(config, directory) for name, directory in drafters.items()}
+    if paths.evaluation.is_file():
+        done: Json = json.loads(paths.evaluation.read_text())
+        if done["inputs"] == inputs:
+            log.info("evaluate: %s is current", paths.evaluation)
+            return done
     prompts = evaluation_prompts(config)
     leaks = leaked(config, prompts)
     plain = measure_plain(config, prompts)
@@ -83,7 +80,7 @@ def run(config: JobConfig) -> Json:
         log.warning("evaluate: ALARM %s", alarm)
     write_card(paths.drafter, result["rows"])
     write_atomic(paths.evaluation, json.dumps(result, indent=1))
-    shutil.rmtree(paths.measured())
+    shutil.rmtree(paths.measured(), ignore_errors=True)  # another evaluation may have been faster
     return result
 
 

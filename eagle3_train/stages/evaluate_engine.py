@@ -5,6 +5,7 @@ What each measured is kept as JSON in evaluate/measured/, so that an evaluation 
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import platform
@@ -22,13 +23,14 @@ import ray
 from pydantic import TypeAdapter
 
 from eagle3_train.config import JobConfig
+from eagle3_train.corpus.read import fingerprint
 from eagle3_train.drafter.checkpoint_format import read_config
 from eagle3_train.engines.pool import close_pool, spec_for, start_pool
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.records import EngineFacts, Generation, Prompt
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log
-from eagle3_train.stages.evaluate_prompts import Prompts, requests, with_followups
+from eagle3_train.stages.evaluate_prompts import HELD_OUT, Prompts, requests, with_followups
 from eagle3_train.stages.evaluate_statistics import Answer, Measurement, Timed, Tokens
 
 Datasets = dict[str, Measurement]
@@ -188,22 +190,37 @@ def read_kept(config: JobConfig, name: str, directory: Path | None = None) -> Me
     if not path.is_file():
         return None
     made_with, measured = KEPT.validate_json(path.read_bytes())
-    return measured if made_with == _made_with(config, directory) else None
+    return measured if made_with == depends_on(config, directory) else None
 
 
 def keep(config: JobConfig, name: str, directory: Path | None, measured: Measured) -> None:
     """Write what `read_kept` reads."""
-    content = KEPT.dump_json((_made_with(config, directory), measured))
+    content = KEPT.dump_json((depends_on(config, directory), measured))
     write_atomic(RunDir(config.run_path).measured(name), content)
 
 
-def _made_with(config: JobConfig, directory: Path | None) -> dict[str, Any]:
-    """What a measurement depends on: the engine's settings too (a speedup compares one engine), not what is beside it."""
+def depends_on(config: JobConfig, directory: Path | None) -> dict[str, Any]:
+    """What a measurement depends on: the engine too (a speedup compares one engine), not what is beside it."""
+    files = [source for source in config.evaluate.sources if source != HELD_OUT]
     return {
-        "drafter": directory and [str(directory), read_config(directory)],
-        "engine": config.engine.model_dump(mode="json"),
+        "drafter": directory and _content(directory),
+        "prompts": fingerprint(files) if files else None,
+        "sections": {
+            name: getattr(config, name).model_dump(mode="json")
+            for name in ("target", "corpus", "engine")
+        },
         "settings": config.evaluate.model_dump(mode="json", exclude={"untrained", "against"}),
     }
+
+
+def _content(drafter: Path) -> list[str]:
+    """Where a drafter is and hashes of its files."""
+    files = [drafter / "config.json", *sorted(drafter.glob("*.safetensors"))]
+    hashes = []
+    for path in files:
+        with path.open("rb") as file:
+            hashes.append(hashlib.file_digest(file, "sha256").hexdigest()[:16])
+    return [str(drafter), *hashes]
 
 
 def measure_plain(config: JobConfig, prompts: Prompts) -> Measured:

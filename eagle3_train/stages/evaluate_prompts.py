@@ -31,16 +31,27 @@ HELD_OUT = "held_out"
 def evaluation_prompts(config: JobConfig) -> Prompts:
     """Dataset -> at most evaluate.num_prompts prompts: each file of the sources, the held-out ones by domain."""
     limit, found = config.evaluate.num_prompts, Prompts()
-    for source in config.evaluate.sources:
+    # Held-out domains first: a file that is called like one of them is refused below.
+    for source in sorted(config.evaluate.sources, key=lambda source: source != HELD_OUT):
         if source == HELD_OUT:
             for prompt in _held_out(config):
                 found.setdefault(prompt.domain, []).append(prompt)
             continue
-        read = {"sources": (source,), "limit": limit, "max_len": config.engine.max_model_len}
+        name = Path(source).name.partition(".")[0]
+        if name in found:
+            raise ValueError(
+                f"evaluate.sources: {source} is the second dataset called {name}; rename the file"
+            )
+        read = {
+            "sources": (source,),
+            "limit": limit,
+            "max_len": config.engine.max_model_len,
+            "min_yield": 0.0,  # what does not fit is counted, and no reason to stop here
+        }
         corpus = config.corpus.model_copy(update=read)
         tokenizer = config.target.tokenizer or config.target.path
         prompts, _ = load_prompts(corpus, tokenizer, config.target.trust_remote_code, None)
-        found.setdefault(Path(source).name.partition(".")[0], []).extend(prompts)
+        found[name] = prompts
     kept = {name: _fitting(config, name, prompts)[:limit] for name, prompts in found.items()}
     kept = {name: prompts for name, prompts in kept.items() if prompts}
     if not kept:

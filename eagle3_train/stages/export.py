@@ -72,7 +72,6 @@ def _export(
         {**metadata, "source": source},
         config.export.format,
     )
-    validate_checkpoint(directory, spec, boundaries, target)
     write_card(directory)
     log.info("export: %s from %s, step %d", directory, source, metadata["steps"])
 

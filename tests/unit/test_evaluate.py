@@ -275,8 +275,33 @@ def test_what_was_measured_is_kept_for_the_same_settings_and_drafter_only(
     assert read_kept(with_settings(num_prompts=2), "trained", drafter) is None
     eager = config.engine.model_copy(update={"enforce_eager": True})
     assert read_kept(config.model_copy(update={"engine": eager}), "trained", drafter) is None
-    write_atomic(drafter / "config.json", json.dumps(EXPORTED | {"eagle3_train": {}}))
+    write_atomic(drafter / "model.safetensors", b"other weights, same configuration")
     assert read_kept(config, "trained", drafter) is None
+
+
+def test_edited_prompts_are_measured_again(config: JobConfig, tmp_path: Path) -> None:
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text('{"prompt": "one"}\n')
+    evaluation = config.evaluate.model_copy(update={"sources": (str(asked),)})
+    job = config.model_copy(update={"evaluate": evaluation})
+    keep(job, "plain", None, measured(plainly()))
+    assert read_kept(job, "plain") == measured(plainly())
+    asked.write_text('{"prompt": "two"}\n')
+    assert read_kept(job, "plain") is None
+
+
+def test_two_files_of_one_name_are_not_one_dataset(config: JobConfig, tmp_path: Path) -> None:
+    files = [tmp_path / folder / "test.jsonl" for folder in "ab"]
+    for file in files:
+        write_atomic(file, '{"prompt": "one"}\n')
+    update = {"sources": tuple(map(str, files)), "num_prompts": 3}
+    write_tokenizer(tmp_path / "target")
+    target = config.target.model_copy(update={"path": str(tmp_path / "target")})
+    job = config.model_copy(
+        update={"evaluate": config.evaluate.model_copy(update=update), "target": target}
+    )
+    with pytest.raises(ValueError, match=r"b/test\.jsonl is the second dataset called test"):
+        evaluate_prompts.evaluation_prompts(job)
 
 
 def test_answers_are_packed_in_order_and_a_long_one_gets_a_pack_of_its_own() -> None:

@@ -127,6 +127,18 @@ def test_an_export_that_fails_midway_keeps_the_older_one(tmp_path: Path) -> None
     check(tmp_path / "drafter")
 
 
+def test_weights_that_cannot_be_served_replace_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "drafter")
+    broken = weights(LLAMA_SPEC)
+    broken["fc.weight"][0, 0] = float("nan")
+    with pytest.raises(ExportError, match="not finite"):
+        write_checkpoint(
+            tmp_path / "drafter", LLAMA_SPEC, broken, D2T, BOUNDARIES, TARGET, "float32"
+        )
+    check(tmp_path / "drafter")
+    assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
+
+
 def edit_config(change: Callable[[Json], Any]) -> Callable[[Path], None]:
     def spoil(directory: Path) -> None:
         config = json.loads((directory / "config.json").read_text())
@@ -245,9 +257,8 @@ def test_an_mla_drafter_that_would_load_as_mtp_is_refused(tmp_path: Path) -> Non
 
 def test_fewer_positions_than_are_served_are_refused(tmp_path: Path) -> None:
     short = replace(LLAMA_SPEC, max_position_embeddings=256)
-    directory = write(tmp_path / "drafter", short)
     with pytest.raises(ExportError, match="max_position_embeddings 256 is below the serving"):
-        check(directory, short)
+        write(tmp_path / "drafter", short)
 
 
 @pytest.mark.parametrize(
