@@ -51,6 +51,11 @@ def _check_sections_fit(config: JobConfig) -> None:
             f"corpus.max_len={longest} exceeds stream.tokens_per_pack={stream.tokens_per_pack}: "
             "a sample of full length fits in no pack; raise stream.tokens_per_pack"
         )
+    if train.eval_every % train.checkpoint_every and train.checkpoint_every % train.eval_every:
+        raise ValueError(
+            f"train.eval_every={train.eval_every} and train.checkpoint_every={train.checkpoint_every}: one must be "
+            "a multiple of the other, or the best checkpoint is chosen among few that were evaluated"
+        )
     counts = {
         "epochs": train.epochs,
         "eval_every": train.eval_every,

@@ -227,7 +227,8 @@ def measure_plain(config: JobConfig, prompts: Prompts) -> Measured:
     """What the target does alone with all prompts and their later turns."""
     if kept := read_kept(config, "plain"):
         return kept
-    with serving(config, spec_for(config, "plain")) as replica:
+    # Prompts go in whole, as they must while drafting: else the speedup compares two schedules.
+    with serving(config, replace(spec_for(config, "plain"), chunked_prefill=False)) as replica:
         most = max(config.evaluate.concurrency)
         prompts = with_followups(config, lambda asked: ask(replica, asked, most), prompts)
         passes = measure_all(config, replica, prompts, config.evaluate.concurrency, PLAIN_SEED)

@@ -75,6 +75,13 @@ def test_a_sample_longer_than_a_pack_is_refused_before_anything_runs() -> None:
         load_config([DEMO], ["stream.tokens_per_pack=16"])
 
 
+def test_evaluations_that_miss_the_checkpoints_are_refused() -> None:
+    for every in (20, 240):  # of the demo's 80
+        assert load_config([DEMO], [f"train.checkpoint_every={every}"]).train.eval_every == 80
+    with pytest.raises(ValueError, match="one must be a multiple of the other"):
+        load_config([DEMO], ["train.checkpoint_every=30"])
+
+
 def test_directories_mean_the_same_in_every_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

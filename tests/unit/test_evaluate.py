@@ -293,7 +293,7 @@ def test_edited_prompts_are_measured_again(config: JobConfig, tmp_path: Path) ->
 def test_two_files_of_one_name_are_not_one_dataset(config: JobConfig, tmp_path: Path) -> None:
     files = [tmp_path / folder / "test.jsonl" for folder in "ab"]
     for file in files:
-        write_atomic(file, '{"prompt": "one"}\n')
+        write_atomic(file, '{"messages": [{"role": "user", "content": "one"}]}\n')
     update = {"sources": tuple(map(str, files)), "num_prompts": 3}
     write_tokenizer(tmp_path / "target")
     target = config.target.model_copy(update={"path": str(tmp_path / "target")})
