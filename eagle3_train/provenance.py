@@ -49,8 +49,10 @@ def _git(*arguments: str) -> str:
 
 
 def record(config: JobConfig) -> None:
-    """Write config.yaml and provenance.json into the run directory."""
+    """Write config.yaml and provenance.json into the run directory; those of a finished training stay."""
     run = RunDir(config.run_path)
+    if run.train_result.is_file() and run.provenance.is_file():
+        return
     resolved = config.model_dump(mode="json")
     write_atomic(run.config, yaml.safe_dump(resolved, sort_keys=False))
     facts = {

@@ -53,6 +53,7 @@ def served(row: Json) -> dict[str, str]:
     """One row of evaluation.json in words: column -> cell."""
     return {
         "dataset": row["dataset"],
+        "prompts": str(row["prompts"]),
         "drafter": row["drafter"],
         "draft tokens": str(row["num_speculative_tokens"]),
         "concurrency": str(row["concurrency"]),

@@ -264,7 +264,7 @@ def best_k(
     served: float,
     speedup: float | None,
 ) -> int | None:
-    """The k with the largest predicted speedup; None when a walk or a plain measurement is missing.
+    """The k with the largest predicted speedup; None when a walk or a plain measurement is missing, or none gains.
 
     One served point gives the price of a draft token: a round costs acceptance length / speedup plain steps,
     taken as 1 + c * k. A drafter that looks free (c <= 0) is priced at zero.
@@ -273,7 +273,7 @@ def best_k(
         return None
     price = max(0.0, (served / speedup - 1.0) / num_speculative_tokens)
     predicted = [length / (1.0 + price * k) for k, length in enumerate(expected_by_k, start=1)]
-    return int(np.argmax(predicted)) + 1
+    return int(np.argmax(predicted)) + 1 if max(predicted) > 1 else None
 
 
 def _counts(answers: Sequence[Answer]) -> npt.NDArray[np.int64] | None:

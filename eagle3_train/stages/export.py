@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import yaml
 from safetensors.torch import load_file
 
 from eagle3_train import provenance
@@ -107,7 +108,13 @@ def _sglang_reading(facts: TargetFacts) -> Any:
 
 def _metadata(config: JobConfig, result: Json, step: int) -> Json:
     """What config.json and the model card say of the training."""
-    facts, sampling = read_facts(config.target.path), config.rollout.sampling
+    facts, path = read_facts(config.target.path), RunDir(config.run_path).config
+    # Overrides of this job say nothing of how the drafter came about.
+    made = JobConfig.model_validate(yaml.safe_load(path.read_text())) if path.is_file() else config
+    samples = result["samples_expected"] // made.train.epochs
+    answered = "with the answers they came with"
+    if made.corpus.answers == "target":
+        answered = f"answered by the target at temperature {made.rollout.sampling.temperature:g}"
     return {
         "run": config.name,
         "commit": provenance.commit(),
@@ -117,10 +124,10 @@ def _metadata(config: JobConfig, result: Json, step: int) -> Json:
         "tensor_parallel": config.engine.tensor_parallel,
         "num_speculative_tokens": config.evaluate.num_speculative_tokens,
         "steps": step,
-        "epochs": config.train.epochs,
-        "samples": result["samples_expected"] // config.train.epochs,
-        "data": ", ".join(Path(source).name for source in config.corpus.sources)
+        "epochs": round(result["samples_trained"] / samples, 2),
+        "samples": samples,
+        "data": ", ".join(Path(source).name for source in made.corpus.sources)
         or "self-synthesised prompts",
-        "sampling": f"answered by the target at temperature {sampling.temperature:g}",
-        "trained_len": config.corpus.max_len,
+        "sampling": answered,
+        "trained_len": made.corpus.max_len,
     }

@@ -173,7 +173,7 @@ def compose(summary: Json, changes: Table) -> Document:
         "final loss": number(summary["final_loss"]),
         "best k": f"{summary['best_k']} (predicted from the walk and the speed measured at {k})"
         if summary["best_k"]
-        else "not known: no walk or no plain speed",
+        else "none: no walk, no plain speed, or no gain at any",
         "wall time": f"{summary['total_wall_s']:.0f} s ({stages})",
         "hardware": summary["hardware"],
         "commit": summary["commit"],

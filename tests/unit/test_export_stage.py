@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 
 from eagle3_train.config import JobConfig
@@ -67,7 +68,9 @@ def finish_training(config: JobConfig, ids: torch.Tensor | None) -> None:
     result: dict[str, Any] = {
         f"{name}_checkpoint": str(run.train_storage / name) for name in ("best", "last")
     }
-    write_atomic(run.train_result, json.dumps(result | {"samples_expected": 30}))
+    write_atomic(
+        run.train_result, json.dumps(result | {"samples_expected": 30, "samples_trained": 30})
+    )
 
 
 def save_weights(config: JobConfig, path: Path, seed: int) -> None:
@@ -144,6 +147,7 @@ def test_the_card_gives_launch_lines_and_later_the_measured_acceptance(
     assert "--speculative-draft-model-quantization unquant" in card
     row = {
         "dataset": "gsm8k",
+        "prompts": 20,
         "drafter": "trained",
         "num_speculative_tokens": 3,
         "concurrency": 1,
@@ -163,10 +167,24 @@ def test_the_card_gives_launch_lines_and_later_the_measured_acceptance(
     }
     write_card(directory, [row, row | {"drafter": "untrained", "acceptance_length": 1.11}])
     card = (directory / "README.md").read_text()
-    start = "| gsm8k | trained | 3 | 1 | 0 | 1.85 | 1.70 to 2.00 | 1.83 | 0.60 0.20 0.05 |"
+    start = "| gsm8k | 20 | trained | 3 | 1 | 0 | 1.85 | 1.70 to 2.00 | 1.83 | 0.60 0.20 0.05 |"
     assert f"{start} 40.00 | - | - | - | 0.90 | yes |" in card
     assert "1.11" not in card
     validate_checkpoint(directory, spec_of(config), AUX["llama"], export.served_target(config))
+
+
+def test_the_card_describes_the_training_whatever_the_export_is_told(
+    trained: Callable[..., JobConfig],
+) -> None:
+    config = trained(ids=WITH_SPECIALS)
+    record = yaml.safe_dump(config.model_dump(mode="json"))
+    write_atomic(RunDir(config.run_path).config, record)
+    other = config.corpus.model_copy(update={"sources": ("other.jsonl",), "answers": "given"})
+    epochs = config.train.model_copy(update={"epochs": 9})
+    directory = export.run(config.model_copy(update={"corpus": other, "train": epochs}))
+    card = (directory / "README.md").read_text()
+    assert "30 samples of prompts.jsonl, answered by the target at temperature" in card
+    assert "10 optimiser steps, 1.0 epochs" in card
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])

@@ -19,6 +19,7 @@ from eagle3_train.stages.report_page import trained_tokens
 def row(dataset: str, drafter: str, concurrency: int, length: float | None) -> dict[str, Any]:
     return {
         "dataset": dataset,
+        "prompts": 4,
         "drafter": drafter,
         "concurrency": concurrency,
         "num_speculative_tokens": 3,
