@@ -26,6 +26,7 @@ class RunDir:
         self.rollout_state = root / "rollout" / "state.json"  # settings, counts
         self.train_storage = root / "train"  # Ray Train's checkpoints and snapshot
         self.initial_weights = root / "train" / "initial.safetensors"  # before step 1
+        self.saving = root / "train" / ".saving"  # checkpoints being written
         self.train_result = root / "train" / "result.json"  # counts, bytes, best checkpoint
         self.wandb_id = root / "train" / "wandb_id"  # the run's W&B id, kept across restarts
         self.drafter = root / "export" / "drafter"  # the exported drafter

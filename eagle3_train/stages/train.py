@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,7 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
     train, held_out = split_samples(config)
     token_bytes = _check_layout(config, train, held_out)
     write_initial(config, train)
+    shutil.rmtree(paths.saving, ignore_errors=True)  # what an interrupted job was writing
     pinned = pin(train, token_bytes, config.stream.cache_bytes, config.train.seed)
     with coordinating(
         pool,

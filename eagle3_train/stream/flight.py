@@ -95,7 +95,12 @@ class Flight:
                 self._changed.notify_all()
 
     async def reserve(self, attempt: int, window: int, window_bytes: int) -> None:
-        """Wait until all packs of `window` may be captured."""
+        """Wait until all packs of `window` may be captured. Raises ValueError when that can never be."""
+        if window_bytes > self._max_bytes:
+            raise ValueError(
+                f"window {window} needs {window_bytes} bytes, stream.max_bytes_in_flight={self._max_bytes}; raise it, "
+                "or lower stream.tokens_per_pack or train.accumulation"
+            )
         async with self._changed:
 
             def ready() -> bool:

@@ -67,7 +67,7 @@ def plan_run(
 
     `done_steps` optimiser steps have been made. Evaluations stand before the first step, after every
     `eval_every` steps and after the last one. Row numbers in packs index train + held_out. Raises
-    ValueError when there are fewer samples than packs in a window.
+    ValueError when there are fewer samples than packs in a window, or `trained` comes of another replay.
     """
     slots = shape.ranks * shape.accumulation
     if len(train) < slots:
@@ -75,6 +75,12 @@ def plan_run(
             f"{len(train)} training samples cannot fill a window of {shape.ranks} workers x "
             f"{shape.accumulation} packs; provide at least {slots} samples, or lower train.workers "
             "or train.accumulation"
+        )
+    passes = trained.reshape(-1, shape.replay, len(train))
+    if done_steps % shape.replay or (passes.any(axis=1) != passes.all(axis=1)).any():
+        raise ValueError(
+            f"stream.replay={shape.replay} is not what this run was trained with so far: some samples have had a part "
+            "of their passes; finish with the old value, or start a new run name"
         )
     rows = [*train, *held_out]
     todo = _fill(_pairs(len(train), shape, trained), rows, shape)
@@ -89,7 +95,6 @@ def plan_run(
 
     if done_steps == 0:
         evaluate(0)
-    assert done_steps % shape.replay == 0, "a checkpoint was made while a window was resident"
     last = done_steps + shape.replay * len(todo)
     for number, entries in enumerate(todo, start=1):
         step = done_steps + number * shape.replay

@@ -17,6 +17,7 @@ from eagle3_train.config import JobConfig
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.records import Pack, Sample
+from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import log
 from eagle3_train.stream.ledger import Ledger
 from eagle3_train.stream.plan import PlanShape, Window, plan_run
@@ -179,6 +180,8 @@ class TrainState:
             "bad_samples": self.bad_samples,
             "evaluations": asdict(self.evaluations),
         }
-        with tempfile.TemporaryDirectory() as folder:
+        saving = RunDir(self.config.run_path).saving
+        saving.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=saving) as folder:
             checkpoint.save(Path(folder), self.drafter, self.optimizer, state)
             ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))

@@ -44,6 +44,14 @@ def test_a_window_waits_for_bytes_and_the_ack_of_every_rank_frees_them() -> None
     asyncio.run(story())
 
 
+def test_a_window_that_can_never_fit_is_refused_not_waited_for() -> None:
+    async def story() -> None:
+        with pytest.raises(ValueError, match="needs 101 bytes"):
+            await (await _flight(100)).reserve(0, 0, 101)
+
+    asyncio.run(story())
+
+
 def test_windows_are_reserved_in_plan_order_even_when_asked_for_out_of_order() -> None:
     async def story() -> None:
         stream = await _flight(100)

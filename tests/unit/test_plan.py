@@ -122,3 +122,14 @@ def test_a_replayed_window_makes_its_steps_at_once_and_resuming_is_exact(stop_af
         for again in range(2):
             ledger.mark((e + again, row) for p in window.packs for e, row in p.entries)
     assert ledger.trained.all()
+
+
+def test_a_ledger_of_another_replay_is_refused() -> None:
+    train, shape = samples(20), replace(SHAPE, epochs=4, replay=2)
+    half = np.zeros((4, 20), np.bool_)
+    half[0] = True  # one of the two passes
+    for steps in (4, 5):
+        with pytest.raises(ValueError, match="is not what this run was trained with"):
+            plan_run(train, [], shape, half, steps)
+    half[1] = True
+    assert {epoch for epoch, _ in pairs_of(plan_run(train, [], shape, half, 4))} == {2}
