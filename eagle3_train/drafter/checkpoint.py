@@ -115,6 +115,9 @@ def validate_checkpoint(
     for key, value in wanted.items():
         if config.get(key) != value:
             raise ExportError(f"config.json: {key} is {config.get(key)}, must be {value}")
+    unknown = sorted(config.keys() - wanted.keys() - {"eagle3_train"})
+    if unknown and layout_of(config) == "eagle3":  # an engine may obey it
+        raise ExportError(f"config.json: {', '.join(unknown)} is no part of this drafter")
     tensors, own = read_tensors(directory), expected_tensors(spec)
     shapes = {name: own[origin] for name, origin in tensor_names(spec, layout_of(config)).items()}
     maps = {"d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)}

@@ -44,7 +44,7 @@ def _facts(config: Json, facts: Json) -> dict[str, str]:
         "trained on": f"{facts['samples']} samples of {facts['data']}, {facts['sampling']}",
         "trained at": f"up to {facts['trained_len']} tokens per sample; "
         "longer contexts are extrapolation",
-        "steps": f"{facts['steps']} optimiser steps, {facts['epochs']} epochs",
+        "steps": f"{facts['steps']} optimiser steps, {facts['epochs']:g} epochs",
         "made by": f"eagle3-train {facts['commit']}, run {facts['run']}",
     }
 

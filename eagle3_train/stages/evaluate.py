@@ -50,16 +50,18 @@ DISAGREEMENT = 0.001
 def run(config: JobConfig) -> Json:
     """Measure and return the content of evaluation.json; what was measured with these settings stays.
 
-    Raises ValueError when there is no exported drafter or no prompt to evaluate on.
+    Raises ValueError when a drafter is missing or no prompt to evaluate on.
     """
     paths = RunDir(config.run_path)
-    if not (paths.drafter / "config.json").is_file():
-        raise ValueError(f"no drafter in {paths.drafter}: run ray_jobs/export.py first")
     drafters = {"trained": paths.drafter.resolve()}
     if config.evaluate.untrained:
         drafters["untrained"] = paths.untrained_drafter.resolve()
     if config.evaluate.against:
         drafters["other"] = Path(config.evaluate.against).resolve()
+    for name, directory in drafters.items():
+        if not (directory / "config.json").is_file():
+            advice = "see evaluate.against" if name == "other" else "run ray_jobs/export.py first"
+            raise ValueError(f"no drafter in {directory}: {advice}")
     inputs = {name: depends_on(config, directory) for name, directory in drafters.items()}
     if paths.evaluation.is_file():
         done: Json = json.loads(paths.evaluation.read_text())

@@ -177,7 +177,14 @@ def in_cluster(config: JobConfig, checks: Callable[..., list[Check]], *of: Any) 
 
 def require(config: JobConfig) -> None:
     """First step of a job: raise ValueError naming every failed check that preflight.skip does not."""
+    import ray
+
+    from eagle3_train.preflight.nodes import object_store
+
     report = run(config, "plan", Path.cwd())
+    if ray.is_initialized():
+        store = object_store(config.stream.max_bytes_in_flight)
+        report.depths.setdefault("plan", []).append(store)
     write_atomic(RunDir(config.run_path).preflight, report.json())
     for check in report.checks:
         if check.verdict != "ok":

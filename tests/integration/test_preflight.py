@@ -23,7 +23,7 @@ from eagle3_train.preflight.live import (
     untrained_drafter,
 )
 from eagle3_train.preflight.nodes import node_versions, object_store
-from eagle3_train.stages.preflight import in_cluster, run
+from eagle3_train.stages.preflight import in_cluster, require, run
 from eagle3_train.target.facts import read_facts
 from tests.tiny import AUX, write_kimi, write_target
 
@@ -93,6 +93,14 @@ def test_every_node_is_asked_for_its_versions(ray_cluster: str) -> None:
     assert object_store(2 * room).verdict == "fail"
     assert check.verdict == "ok"
     assert check.reason.startswith("2 nodes: python 3")
+
+
+@pytest.mark.ray
+def test_a_job_whose_budget_would_spill_is_refused(tmp_path: Path, ray_cluster: str) -> None:
+    config = job(tmp_path, write_target(tmp_path / "target", "llama"))
+    stream = config.stream.model_copy(update={"max_bytes_in_flight": 1 << 40})
+    with pytest.raises(ValueError, match=r"object_store: .* bytes in the cluster's object store"):
+        require(config.model_copy(update={"stream": stream}))
 
 
 @pytest.fixture(scope="module")

@@ -117,5 +117,6 @@ def test_the_best_k_weighs_longer_drafts_against_their_measured_price() -> None:
     expected = [1.6, 1.9, 2.05, 2.1]
     assert best_k(expected, 3, served=2.05, speedup=2.05) == 4  # free drafts: the longer the better
     assert best_k(expected, 3, served=2.05, speedup=1.0) == 1  # dear drafts: hardly any
+    assert best_k(expected, 3, served=2.05, speedup=0.5) is None  # no draft is worth its price
     assert best_k(expected, 3, served=2.05, speedup=None) is None
     assert best_k([], 3, served=2.05, speedup=1.5) is None

@@ -236,6 +236,14 @@ def test_every_wrong_or_missing_key_of_the_configuration_is_named(
         check(directory)
 
 
+@pytest.mark.parametrize("key", ["sliding_window", "quantization_config"])
+def test_a_key_that_no_drafter_of_ours_has_is_refused(tmp_path: Path, key: str) -> None:
+    directory = write(tmp_path / "drafter")
+    edit_config(lambda config: config.update({key: True}))(directory)
+    with pytest.raises(ExportError, match=f"{key} is no part of this drafter"):
+        check(directory)
+
+
 def test_a_wrong_shape_is_refused_in_bfloat16_too(tmp_path: Path) -> None:
     write_checkpoint(
         tmp_path / "d", LLAMA_SPEC, weights(LLAMA_SPEC), D2T, BOUNDARIES, TARGET, "bfloat16"

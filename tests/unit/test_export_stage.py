@@ -184,7 +184,7 @@ def test_the_card_describes_the_training_whatever_the_export_is_told(
     directory = export.run(config.model_copy(update={"corpus": other, "train": epochs}))
     card = (directory / "README.md").read_text()
     assert "30 samples of prompts.jsonl, answered by the target at temperature" in card
-    assert "10 optimiser steps, 1.0 epochs" in card
+    assert "10 optimiser steps, 1 epochs" in card
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])
