@@ -290,18 +290,30 @@ def test_edited_prompts_are_measured_again(config: JobConfig, tmp_path: Path) ->
     assert read_kept(job, "plain") is None
 
 
+def with_files(config: JobConfig, folder: Path, files: dict[str, list[str]]) -> JobConfig:
+    """The job with a tiny tokenizer, evaluated on files of these questions."""
+    for name, questions in files.items():
+        rows = [{"messages": [{"role": "user", "content": text}]} for text in questions]
+        write_atomic(folder / name, "".join(json.dumps(row) + "\n" for row in rows))
+    write_tokenizer(folder / "target")
+    target = config.target.model_copy(update={"path": str(folder / "target")})
+    sources = tuple(str(folder / name) for name in files)
+    evaluation = config.evaluate.model_copy(update={"sources": sources})
+    return config.model_copy(update={"evaluate": evaluation, "target": target})
+
+
 def test_two_files_of_one_name_are_not_one_dataset(config: JobConfig, tmp_path: Path) -> None:
-    files = [tmp_path / folder / "test.jsonl" for folder in "ab"]
-    for file in files:
-        write_atomic(file, '{"messages": [{"role": "user", "content": "one"}]}\n')
-    update = {"sources": tuple(map(str, files)), "num_prompts": 3}
-    write_tokenizer(tmp_path / "target")
-    target = config.target.model_copy(update={"path": str(tmp_path / "target")})
-    job = config.model_copy(
-        update={"evaluate": config.evaluate.model_copy(update=update), "target": target}
-    )
+    job = with_files(config, tmp_path, {"a/test.jsonl": ["one"], "b/test.jsonl": ["two"]})
     with pytest.raises(ValueError, match=r"b/test\.jsonl is the second dataset called test"):
         evaluate_prompts.evaluation_prompts(job)
+
+
+def test_a_prompt_that_is_too_long_is_left_out_and_ends_nothing(
+    config: JobConfig, tmp_path: Path
+) -> None:
+    job = with_files(config, tmp_path, {"test.jsonl": ["word " * 400, "one"]})
+    (prompt,) = evaluate_prompts.evaluation_prompts(job)["test"]
+    assert "one" in prompt.messages_json
 
 
 def test_answers_are_packed_in_order_and_a_long_one_gets_a_pack_of_its_own() -> None:
