@@ -83,7 +83,7 @@ def measure(
     """Answer all, one at a time with counters of its own for each, or with `concurrency` in flight at any time.
 
     In flight together, the prompts are repeated so that the tail of a pass, when fewer are left, stays short, and
-    passes until they have taken `seconds`.
+    passes until they have taken `seconds`; with 0 every prompt is asked once, which suffices where no time is compared.
     """
     before: Acceptance = ray.get(replica.acceptance.remote())
     answers, timed, counters = [], [], before
@@ -97,9 +97,9 @@ def measure(
             answers.append(Answer(request.id, generation.prompt_ids, generation.output_ids, *own))
             timed.append(one)
     else:
-        copies = math.ceil(PASS_ROUNDS * concurrency / len(asked))
+        copies = math.ceil(PASS_ROUNDS * concurrency / len(asked)) if seconds else 1
         repeated = [replace(r, id=f"{r.id}#{copy}") for copy in range(copies) for r in asked]
-        while sum(one.seconds for one in timed) < seconds:
+        while not timed or sum(one.seconds for one in timed) < seconds:
             generations, one = _timed(replica, repeated, concurrency)
             timed.append(one)
         counters = ray.get(replica.acceptance.remote())
@@ -129,14 +129,14 @@ def measure_all(
     passes: Passes = {count: {} for count in concurrency}
     asked = {name: requests(config, group, seed) for name, group in prompts.items()}
     for count in concurrency:
+        seconds = config.evaluate.seconds if count in config.evaluate.concurrency else 0.0
         warm = [
             replace(request, id=f"{name}/{i}", max_new_tokens=WARM_UP_TOKENS)
             for name, group in asked.items()
             for i, request in enumerate(islice(cycle(group), count))
         ]
-        ask(replica, warm, count)
+        ask(replica, warm if seconds else [], count)
         for name, group in asked.items():
-            seconds = config.evaluate.seconds
             passes[count][name] = found = measure(replica, group, count, seconds)
             log.info("evaluate: %s x%d | %.1f tok/s", name, count, found.tokens_per_s)
     return passes
