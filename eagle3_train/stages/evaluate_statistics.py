@@ -169,7 +169,8 @@ def acceptance_interval(answers: Sequence[Answer], seed: int = 0) -> list[float]
 def speedup_interval(served: Measurement, plain: Measurement) -> list[float] | None:
     """95 % bootstrap interval of the ratio of tokens per second, over what was timed, within each dataset.
 
-    None when a dataset was timed less than five times: the interval would be too narrow.
+    It covers the scatter while measuring, not what changed on the machine between the two engines. None when a
+    dataset was timed less than five times: the interval would be too narrow.
     """
     if min(map(len, (*served.timed, *plain.timed))) < LEAST:
         return None
