@@ -60,14 +60,8 @@ def without_token_sharing(spec: DrafterSpec, rows: RowPlan) -> float:
     return needed(spec, rows).total + 6.0 * (flat - rows.counts[0]) * (query + keys)
 
 
-def floor_bytes(spec: DrafterSpec, rows: RowPlan) -> dict[str, float]:
-    """Bytes that have to move and to stay, in bf16 with fp32 masters and moments.
-
-    moved: optimiser (28 per parameter), elementwise passes over the rows' activations (one read or write each)
-    resident: weights, gradients, optimiser state (16 per parameter), embedding and draft head of the target
-    """
-    flat = sum(rows.counts)
-    parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
+def row_bytes(spec: DrafterSpec, rows: RowPlan) -> float:
+    """Bytes that elementwise passes over the rows' activations have to move in bf16, one read or write each."""
     kv = 2 * spec.num_kv_heads * spec.head_dim
     per_row = 2 * (
         12 * spec.hidden_size
@@ -75,9 +69,20 @@ def floor_bytes(spec: DrafterSpec, rows: RowPlan) -> dict[str, float]:
         + 6 * kv
         + 8 * spec.intermediate_size
     )
-    per_row += 2 * 3 * spec.draft_vocab_size
-    return {
-        "moved": 28.0 * parameters + float(flat) * per_row,
-        "resident": 16.0 * parameters
-        + 2.0 * spec.hidden_size * (spec.vocab_size + spec.draft_vocab_size),
-    }
+    return float(sum(rows.counts)) * (per_row + 2 * 3 * spec.draft_vocab_size)
+
+
+def optimizer_bytes(spec: DrafterSpec) -> float:
+    """Bytes one update has to move: fp32 masters and moments, bf16 weights and gradients."""
+    return 28.0 * _parameters(spec)
+
+
+def resident_bytes(spec: DrafterSpec) -> float:
+    """Bytes that have to stay: weights, gradients, optimiser state; embedding and draft head of the target."""
+    return 16.0 * _parameters(spec) + 2.0 * spec.hidden_size * (
+        spec.vocab_size + spec.draft_vocab_size
+    )
+
+
+def _parameters(spec: DrafterSpec) -> int:
+    return sum(math.prod(shape) for shape in expected_tensors(spec).values())

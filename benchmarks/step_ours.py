@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ class Shape:
     ttt: int
     lengths: tuple[int, ...]
     head_dim: int = 128
+    packs: int = 1
+    """Packs whose gradients one of our steps accumulates (`train.accumulation`)."""
 
     @property
     def spec(self) -> DrafterSpec:
@@ -67,7 +70,7 @@ def _ragged_lengths() -> tuple[int, ...]:
 
 _LLAMA = Shape("llama8b", 4096, 14336, 32, 8, 128256, 32000, 500000.0, 7, (2048,) * 4)
 _KIMI = Shape("kimi", 7168, 12288, 64, 64, 163840, 163840, 50000.0, 4, (4096,))
-_RAGGED = replace(_LLAMA, name="ragged", lengths=_ragged_lengths())
+_RAGGED = replace(_LLAMA, name="ragged", lengths=_ragged_lengths(), packs=3)
 _LONG = replace(_KIMI, name="kimi-32k", lengths=(32768,))
 SHAPES = {shape.name: shape for shape in (_LLAMA, _KIMI, _RAGGED, _LONG)}
 
@@ -131,8 +134,16 @@ def make_documents(shape: Shape, fraction: float, device: str) -> list[dict[str,
     return documents
 
 
-def our_batch(shape: Shape, documents: list[dict[str, Tensor]]) -> PackedBatch:
-    """The documents packed under our supervision rule (states of x[:-1])."""
+def our_packs(shape: Shape, documents: list[dict[str, Tensor]]) -> list[PackedBatch]:
+    """The documents, each in the emptiest pack so far, under our supervision rule."""
+    packs: list[list[dict[str, Tensor]]] = [[] for _ in range(shape.packs)]
+    for document in documents:
+        min(packs, key=lambda pack: sum(len(d["ids"]) for d in pack)).append(document)
+    return [_pack(shape, pack) for pack in packs]
+
+
+def _pack(shape: Shape, documents: list[dict[str, Tensor]]) -> PackedBatch:
+    """One pack: states of x[:-1] of each document."""
     ids = [d["ids"].cpu().numpy() for d in documents]
     masks = [d["mask"].bool().cpu().numpy() for d in documents]
     aux, last = (torch.cat([d[key][:-1] for d in documents]) for key in ("aux", "last"))
@@ -193,19 +204,32 @@ class Ours:
         self.optimizer = AdamW(self.drafter.parameters(), lr=1e-5, max_grad_norm=0.5)
         self.options = LossOptions(decay=DECAY)
 
-    def step(self, batch: PackedBatch) -> tuple[list[torch.cuda.Event], Tensor]:
-        """Forward, backward, update; events around each, and the loss (on device)."""
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]
-        marks[0].record()
-        normaliser = float(batch.rows.supervised_starts)
-        loss = self.drafter(batch, self.target, self.options, normaliser).loss
-        marks[1].record()
-        loss.backward()
-        marks[2].record()
+    def step(self, packs: list[PackedBatch]) -> tuple[list[torch.cuda.Event], Tensor]:
+        """Forward and backward of every pack, update; an event after each part, and the loss (on device)."""
+        marks = [_mark()]
+        normaliser = float(sum(pack.rows.supervised_starts for pack in packs))
+        total = torch.zeros((), device="cuda")
+        for pack in packs:
+            loss = self.drafter(pack, self.target, self.options, normaliser).loss
+            marks.append(_mark())
+            loss.backward()
+            marks.append(_mark())
+            total += loss.detach()
         self.optimizer.step()
         self.optimizer.zero_grad()
-        marks[3].record()
-        return marks, loss.detach()
+        return [*marks, _mark()], total
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _spent_ms(marks: list[torch.cuda.Event]) -> list[float]:
+    """(forward, backward, optimiser, step) between the events of `Ours.step`."""
+    parts = [a.elapsed_time(b) for a, b in pairwise(marks)]
+    return [sum(parts[:-1:2]), sum(parts[1:-1:2]), parts[-1], sum(parts)]
 
 
 def measure_ours(shape: Shape, options: argparse.Namespace, turn: Any) -> None:
@@ -213,35 +237,33 @@ def measure_ours(shape: Shape, options: argparse.Namespace, turn: Any) -> None:
     ours = Ours(shape, options.impl == "ours-fp8")
     torch.cuda.empty_cache()
     batches = {
-        f: our_batch(shape, make_documents(shape, f, "cuda")).to("cpu") for f in options.fractions
+        f: [pack.to("cpu") for pack in our_packs(shape, make_documents(shape, f, "cuda"))]
+        for f in options.fractions
     }
     first_s = {}
     for fraction, host in batches.items():
         started = time.perf_counter()
-        batch = host.to("cuda")
-        ours.step(batch)
+        ours.step([pack.to("cuda") for pack in host])
         torch.cuda.synchronize()
         first_s[fraction] = time.perf_counter() - started
     turn.alone()
     for fraction, host in batches.items():
-        batch = host.to("cuda")
+        packs = [pack.to("cuda") for pack in host]
         for _ in range(options.warmup):
-            ours.step(batch)
+            ours.step(packs)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        timed = [ours.step(batch) for _ in range(options.iters)]
+        timed = [ours.step(packs) for _ in range(options.iters)]
         launch_ms = 1e3 * (time.perf_counter() - started) / options.iters
         torch.cuda.synchronize()
-        times = [
-            [m[a].elapsed_time(m[b]) for a, b in ((0, 1), (1, 2), (2, 3), (0, 3))] for m, _ in timed
-        ]
+        times = [_spent_ms(marks) for marks, _ in timed]
         record = measured(shape, fraction, options.impl, times, first_s[fraction])
-        record |= _roofline(shape.spec, host.rows, record["step_ms"])
+        record |= _roofline(shape.spec, [pack.rows for pack in host], record["step_ms"])
         record |= {"launch_ms": round(launch_ms, 2), "loss": round(float(timed[-1][1]), 5)}
         print("RESULT " + json.dumps(record), flush=True)
         if options.profile is not None:
-            _profile(lambda batch=batch: ours.step(batch), options.profile)  # type: ignore[misc]
+            _profile(lambda packs=packs: ours.step(packs), options.profile)  # type: ignore[misc]
     turn.together()
 
 
@@ -267,17 +289,22 @@ def measured(
     }
 
 
-def _roofline(spec: DrafterSpec, rows: RowPlan, step_ms: float) -> dict[str, Any]:
-    work, floor = step_flops.needed(spec, rows), step_flops.floor_bytes(spec, rows)
-    seconds = work.total / step_flops.H200_BF16_FLOPS
+def _roofline(spec: DrafterSpec, plans: list[RowPlan], step_ms: float) -> dict[str, Any]:
+    needed = sum(step_flops.needed(spec, rows).total for rows in plans)
+    moved = step_flops.optimizer_bytes(spec) + sum(
+        step_flops.row_bytes(spec, rows) for rows in plans
+    )
+    seconds = needed / step_flops.H200_BF16_FLOPS
     return {
         "mfu": round(seconds / (step_ms * 1e-3), 4),
-        "flops_needed": work.total,
-        "flops_without_token_sharing": step_flops.without_token_sharing(spec, rows),
-        "floor_ms": round(1e3 * (seconds + floor["moved"] / step_flops.H200_BYTES), 2),
-        "floor_bytes_moved": floor["moved"],
-        "floor_bytes_resident": floor["resident"],
-        "rows": list(rows.counts),
+        "flops_needed": needed,
+        "flops_without_token_sharing": sum(
+            step_flops.without_token_sharing(spec, rows) for rows in plans
+        ),
+        "floor_ms": round(1e3 * (seconds + moved / step_flops.H200_BYTES), 2),
+        "floor_bytes_moved": moved,
+        "floor_bytes_resident": step_flops.resident_bytes(spec),
+        "rows": [sum(counts) for counts in zip(*(rows.counts for rows in plans), strict=True)],
     }
 
 
