@@ -143,6 +143,24 @@ def table(records: list[Record]) -> str:
     return "\n".join(lines)
 
 
+def roofline(records: list[Record]) -> str:
+    """What our steps needed, did and took, per shape and supervised fraction."""
+    lines = [
+        "ours, per step: TFLOP needed / done; GB that must move / stay; floor ms, measured ms "
+        "(forward, backward, optimiser); s to the first step"
+    ]
+    for r in records:
+        if r["impl"].startswith("ours"):
+            lines.append(
+                f"{r['shape']:9} {r['supervised']:5.2f} {r['impl']:9} "
+                f"{r['flops_needed'] / 1e12:7.1f} / {r['flops_done'] / 1e12:.1f}; "
+                f"{r['floor_bytes_moved'] / 1e9:.1f} / {r['floor_bytes_resident'] / 1e9:.1f}; "
+                f"{r['floor_ms']:.1f}, {r['step_ms']:.1f} ({r['forward_ms']:.1f}, {r['backward_ms']:.1f}, "
+                f"{r['optimizer_ms']:.1f}); {r['first_step_s']:.1f}"
+            )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Parse, run, append, print."""
     parser = argparse.ArgumentParser(
@@ -177,7 +195,7 @@ def main() -> None:
                     file.write(json.dumps(records[-1]) + "\n")
             parity = False
         print(f"{shape}: {time.monotonic() - started:.0f} s", flush=True)
-    print(table(records), flush=True)
+    print(table(records), roofline(records), sep="\n\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,12 @@ what exact row compaction leaves, with everything that depends on a token alone 
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from eagle3_train.drafter.checkpoint_format import expected_tensors
 from eagle3_train.drafter.rows import RowPlan
@@ -58,6 +63,19 @@ def without_token_sharing(spec: DrafterSpec, rows: RowPlan) -> float:
     query = hidden * spec.num_heads * spec.head_dim
     keys = 2 * hidden * spec.num_kv_heads * spec.head_dim
     return needed(spec, rows).total + 6.0 * (flat - rows.counts[0]) * (query + keys)
+
+
+def products_done(step: Callable[[], object]) -> float:
+    """FLOPs of the matrix products that one step runs, counted; attention (bmm, or Triton's on CUDA) apart."""
+    aten = torch.ops.aten
+
+    def added(_: Any, a: Any, b: Any, **__: Any) -> int:
+        return 2 * a[0] * a[1] * b[1]
+
+    with FlopCounterMode(display=False, custom_mapping={aten.addmm_: added}) as counter:
+        step()
+    counts = counter.get_flop_counts()["Global"]
+    return float(sum(flops for product, flops in counts.items() if product != aten.bmm))
 
 
 def row_bytes(spec: DrafterSpec, rows: RowPlan) -> float:

@@ -261,6 +261,9 @@ def measure_ours(shape: Shape, options: argparse.Namespace, turn: Any) -> None:
         record = measured(shape, fraction, options.impl, times, first_s[fraction])
         record |= _roofline(shape.spec, [pack.rows for pack in host], record["step_ms"])
         record |= {"launch_ms": round(launch_ms, 2), "loss": round(float(timed[-1][1]), 5)}
+        done = step_flops.products_done(lambda packs=packs: ours.step(packs))  # type: ignore[misc]
+        attention = sum(step_flops.needed(shape.spec, pack.rows).attention for pack in host)
+        record |= {"flops_done": done + attention}
         print("RESULT " + json.dumps(record), flush=True)
         if options.profile is not None:
             _profile(lambda packs=packs: ours.step(packs), options.profile)  # type: ignore[misc]
