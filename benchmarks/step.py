@@ -37,6 +37,7 @@ PLAN = {
     "kimi": ([0.6], (("ours", "specforge"), ("torchspec", "speculators"))),
     "ragged": ([0.6], (("ours", "specforge"), ("torchspec",), ("speculators",))),
     "kimi-32k": ([0.6], (("ours",),)),
+    "kimi-mla": ([0.6], (("ours",),)),
 }
 """Per shape: supervised fractions, and the implementations in rounds that fit the memory side by side."""
 PARITY = (

@@ -38,31 +38,47 @@ class Work:
 
 
 def needed(spec: DrafterSpec, rows: RowPlan) -> Work:
-    """FLOPs that one step on these rows needs (one-layer Llama-style drafter)."""
+    """FLOPs that one step on these rows needs (one-layer drafter)."""
     hidden, flat, context = spec.hidden_size, sum(rows.counts), len(rows.context)
     starts, later = len(rows.starts), sum(rows.counts) - rows.counts[0]
-    query = hidden * spec.num_heads * spec.head_dim
-    keys = 2 * hidden * spec.num_kv_heads * spec.head_dim
-    out, mlp = query, 3 * hidden * spec.intermediate_size
+    (query, query_up), (keys, keys_up) = _projections(spec)
+    out, mlp = hidden * spec.num_heads * spec.value_dim, 3 * hidden * spec.intermediate_size
     pairs = 0.0
     for k, count in enumerate(rows.counts):
         own = rows.starts[:count]
         pairs += float((own - rows.begin[own] + 1).double().sum()) + k * count
     return Work(
-        trunk=6.0 * (flat * (query + out + mlp) + (context + later) * keys),
+        trunk=6.0 * (flat * (query + query_up + out + mlp) + (context + later) * (keys + keys_up)),
         head=6.0 * flat * hidden * spec.draft_vocab_size,
-        attention=14.0 * spec.num_heads * spec.head_dim * pairs,
+        attention=spec.num_heads * (8.0 * spec.head_dim + 6.0 * spec.value_dim) * pairs,
         context=6.0 * (starts * query + context * keys) + 4.0 * context * spec.num_aux * hidden**2,
         teacher=2.0 * starts * hidden * spec.draft_vocab_size,
     )
 
 
+def _projections(spec: DrafterSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Multiply-adds per row of the (query, key and value) products with the layer's input, and of those after them."""
+    queries = spec.num_heads * spec.head_dim
+    if spec.kv_lora_rank is None:
+        return (spec.hidden_size * queries, 0), (
+            2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim,
+            0,
+        )
+    rank = spec.q_lora_rank
+    query = (
+        (spec.hidden_size * queries, 0)
+        if rank is None
+        else (spec.hidden_size * rank, rank * queries)
+    )
+    nope = spec.head_dim - spec.rope_dim
+    keys = spec.hidden_size * (spec.kv_lora_rank + spec.rope_dim)
+    return query, (keys, spec.kv_lora_rank * spec.num_heads * (nope + spec.value_dim))
+
+
 def without_token_sharing(spec: DrafterSpec, rows: RowPlan) -> float:
-    """The same with the embedding half of q/k/v multiplied at every step, as a plain compacted step would."""
-    hidden, flat = spec.hidden_size, sum(rows.counts)
-    query = hidden * spec.num_heads * spec.head_dim
-    keys = 2 * hidden * spec.num_kv_heads * spec.head_dim
-    return needed(spec, rows).total + 6.0 * (flat - rows.counts[0]) * (query + keys)
+    """The same with the embedding half of the input products multiplied at every step, as a plain compacted step would."""
+    (query, _), (keys, _) = _projections(spec)
+    return needed(spec, rows).total + 6.0 * (sum(rows.counts) - rows.counts[0]) * (query + keys)
 
 
 def products_done(step: Callable[[], object]) -> float:
@@ -80,7 +96,7 @@ def products_done(step: Callable[[], object]) -> float:
 
 def row_bytes(spec: DrafterSpec, rows: RowPlan) -> float:
     """Bytes that elementwise passes over the rows' activations have to move in bf16, one read or write each."""
-    kv = 2 * spec.num_kv_heads * spec.head_dim
+    kv = spec.num_kv_heads * (spec.head_dim + spec.value_dim)
     per_row = 2 * (
         12 * spec.hidden_size
         + 4 * spec.num_heads * spec.head_dim

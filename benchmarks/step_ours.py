@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import step_flops
+from eagle3_train.drafter.checkpoint_format import expected_tensors
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.model import Eagle3Drafter
@@ -44,10 +45,17 @@ class Shape:
     head_dim: int = 128
     packs: int = 1
     """Packs whose gradients one of our steps accumulates (`train.accumulation`)."""
+    mla: tuple[int, int, int, int] | None = None
+    """Ranks of queries, and of keys and values; rotated and value width of a head. None: Llama-style attention."""
 
     @property
     def spec(self) -> DrafterSpec:
         """The drafter of this shape."""
+        latent: dict[str, Any] = {}
+        if self.mla is not None:
+            names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
+            latent = dict(zip(names, self.mla, strict=True)) | {"attention": "mla"}
+            latent["qk_nope_head_dim"] = self.head_dim - latent["qk_rope_head_dim"]
         return DrafterSpec(
             hidden_size=self.hidden,
             intermediate_size=self.inter,
@@ -58,7 +66,8 @@ class Shape:
             draft_vocab_size=self.draft_vocab,
             max_position_embeddings=max(self.lengths) + 64,
             rms_norm_eps=1e-6,
-            rope=RopeSpec(theta=self.theta),
+            rope=RopeSpec(theta=self.theta, interleaved=self.mla is not None),
+            **latent,
         )
 
 
@@ -72,7 +81,16 @@ _LLAMA = Shape("llama8b", 4096, 14336, 32, 8, 128256, 32000, 500000.0, 7, (2048,
 _KIMI = Shape("kimi", 7168, 12288, 64, 64, 163840, 163840, 50000.0, 4, (4096,))
 _RAGGED = replace(_LLAMA, name="ragged", lengths=_ragged_lengths(), packs=3)
 _LONG = replace(_KIMI, name="kimi-32k", lengths=(32768,))
-SHAPES = {shape.name: shape for shape in (_LLAMA, _KIMI, _RAGGED, _LONG)}
+_MLA = replace(
+    _KIMI,
+    name="kimi-mla",
+    inter=18432,
+    draft_vocab=32768,
+    ttt=7,
+    head_dim=192,
+    mla=(1536, 512, 64, 128),
+)  # what configs/kimi-k2.5.yaml trains; no peer does
+SHAPES = {shape.name: shape for shape in (_LLAMA, _KIMI, _RAGGED, _LONG, _MLA)}
 
 
 def make_weights(shape: Shape, device: str, oov_scale: float = 0.05) -> dict[str, Tensor]:
@@ -81,24 +99,27 @@ def make_weights(shape: Shape, device: str, oov_scale: float = 0.05) -> dict[str
     Generated on `device`, so every implementation measured on one machine gets the same values.
     """
     g = torch.Generator(device).manual_seed(1)
-    h, d = shape.hidden, shape.head_dim
+    h = shape.hidden
 
     def normal(*size: int, scale: float | None = None) -> Tensor:
         return torch.randn(*size, generator=g, device=device) * (scale or size[-1] ** -0.5)
 
-    def ones() -> Tensor:
-        return 1 + normal(h, scale=0.1)
+    def ones(width: int = h) -> Tensor:
+        return 1 + normal(width, scale=0.1)
 
-    layer, attn = "midlayer.", "midlayer.self_attn."
+    layer = "midlayer."
+    attention = {
+        name: size for name, size in expected_tensors(shape.spec).items() if ".self_attn." in name
+    }
     out = {
         "embed_tokens.weight": normal(shape.vocab, h, scale=1.0).bfloat16(),
         "fc.weight": normal(h, 3 * h),
         "norm.weight": ones(),
         "lm_head.weight": normal(shape.draft_vocab, h),
-        f"{attn}q_proj.weight": normal(shape.heads * d, 2 * h),
-        f"{attn}k_proj.weight": normal(shape.kv_heads * d, 2 * h),
-        f"{attn}v_proj.weight": normal(shape.kv_heads * d, 2 * h),
-        f"{attn}o_proj.weight": normal(h, shape.heads * d),
+        **{
+            name: normal(*size) if len(size) > 1 else ones(*size)
+            for name, size in attention.items()
+        },
         f"{layer}mlp.gate_proj.weight": normal(shape.inter, h),
         f"{layer}mlp.up_proj.weight": normal(shape.inter, h),
         f"{layer}mlp.down_proj.weight": normal(h, shape.inter),

@@ -6,21 +6,23 @@ import pytest
 import torch
 
 from benchmarks import step_flops
-from benchmarks.step_ours import SHAPES, build, make_documents, make_weights, our_packs
+from benchmarks.step_ours import SHAPES, Shape, build, make_documents, make_weights, our_packs
 from eagle3_train.drafter.losses import LossOptions
 
 SMALL = replace(
     SHAPES["ragged"], hidden=64, inter=128, heads=4, kv_heads=2, head_dim=16, vocab=512, draft_vocab=128,
     lengths=(9, 60, 33, 17, 100),
 )  # fmt: skip
+MLA = replace(SMALL, kv_heads=4, head_dim=24, mla=(32, 24, 8, 16))
 
 
+@pytest.mark.parametrize("small", [SMALL, MLA])
 @pytest.mark.parametrize("packs", [1, 2])
 @pytest.mark.parametrize("fraction", [0.35, 0.9])
 def test_a_step_multiplies_what_the_roofline_says_it_needs_and_no_more(
-    packs: int, fraction: float
+    small: Shape, packs: int, fraction: float
 ) -> None:
-    shape = replace(SMALL, packs=packs)
+    shape = replace(small, packs=packs)
     drafter, target = build(shape, make_weights(shape, "cpu"), "cpu", torch.float32)
     batches = [
         pack.to("cpu", torch.float32)
