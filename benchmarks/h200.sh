@@ -4,11 +4,14 @@
 #   bash benchmarks/h200.sh preflight smollm2 OUT    live preflight in float32 (exact) and bfloat16
 #   bash benchmarks/h200.sh preflight kimi OUT       the same in bfloat16 for a target of Kimi-K2.5's shape, random weights
 #   bash benchmarks/h200.sh rollout SOURCES OUT      the 10,000-prompt rollout beside plain vLLM
-#   bash benchmarks/h200.sh stream llama8b|smollm2 CASES OUT   the stream, "b" alone needs one engine start ("a b decode")
+#   bash benchmarks/h200.sh stream llama8b|smollm2 CASES OUT   the stream, "b" alone needs one engine start ("a b decode"); b: 350 s
 #   bash benchmarks/h200.sh serve SOURCES EVAL OUT   the whole pipeline, served on MT-bench, GSM8K and HumanEval; again completes it
-#   bash benchmarks/h200.sh evaluate SOURCES EVAL OUT   the evaluation alone, of a run whose drafter is exported
-#   bash benchmarks/h200.sh step PEERS SHAPES OUT    the training step beside the peers' checkouts in PEERS ("llama8b kimi ragged kimi-32k")
-#   bash benchmarks/h200.sh real ROLLOUT OUT         500 steps on 2,000 of a rollout's answers: does fp8 cost loss
+#   bash benchmarks/h200.sh evaluate SOURCES EVAL OUT   the evaluation alone, of a run whose drafter is exported: 500 s
+#   bash benchmarks/h200.sh test OUT                 tests/gpu/test_step_gpu.py: 80 s
+#   bash benchmarks/h200.sh step PEERS SHAPES OUT    the training step beside the peers' checkouts in PEERS ("llama8b kimi ragged kimi-32k
+#                                                    kimi-mla"): kimi 335 s, kimi-32k 68 s, each round of ragged about 120 s
+#   bash benchmarks/h200.sh real ROLLOUT OUT         500 steps on 2,000 of a rollout's answers: does fp8 cost loss: 250 s
+# The seconds are of a host that reads its disk slowly (2026-12-02); the first engine of a machine takes 100 of them.
 # Everything printed goes to OUT too, line by line, so a command that is cut off still says how far it came. Target and
 # runs lie outside the checkout: a machine that is sent the tree again removes from it what it did not send.
 # EAGLE3_COMMIT names the commit of a tree sent without .git.
@@ -19,6 +22,14 @@ out=$(realpath -m "${!#}")
 work=${WORK:-/opt/eagle3}
 target=$work/smollm2-135m-instruct
 mkdir -p "$out" "$work"
+if [[ ! -f /opt/site/.compiled ]]; then # else every process of the first engine compiles what it imports
+  python3 -m compileall -q -j 0 /opt/site >/dev/null 2>&1 || true
+  touch /opt/site/.compiled
+fi
+keep_logs() { # how long what took, and why it failed
+  (cd /tmp/ray/session_latest/logs && tar czf "$out/ray-$1.tgz" worker-*) 2>/dev/null || true
+}
+trap 'keep_logs "$1"' EXIT
 
 smollm2() {
   python3 data/demo_target.py --gguf /opt/models/SmolLM2-135M-Instruct.Q4_1.gguf --out "$target"
@@ -77,8 +88,10 @@ stream)
   python3 -m benchmarks.stream --target "$2" --cases $3 2>&1 | tee "$out/stream-$(basename "$2").txt" || status=1
   cp benchmarks/results/stream.jsonl "$out"
   ;;
-step)
+test)
   python3 -m pytest -q tests/gpu/test_step_gpu.py 2>&1 | tee "$out/test.txt" || status=1
+  ;;
+step)
   export PYTHONPATH=$2/site:$PYTHONPATH
   python3 benchmarks/step.py --shapes $3 --peers "$2" --out "$out/step.jsonl" --warmup 3 --iters 20 2>&1 | tee "$out/step.txt"
   ;;
