@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from eagle3_train.config import EngineConfig, TargetConfig
 from eagle3_train.engines.spec import EngineSpec, Purpose, Request
 
 Family = Literal["llama", "qwen3", "mla", "glm"]
@@ -368,7 +369,22 @@ def engine_spec(
         "enforce_eager": True,
         "capture_dtype": "float32",
     }
-    return EngineSpec(str(target), str(target), purpose, boundaries, **(settings | values))
+    return spec_of(target, purpose, boundaries, **(settings | values))
+
+
+def spec_of(
+    target: Path, purpose: Purpose, boundaries: tuple[int, ...] = (), **values: Any
+) -> EngineSpec:
+    """An engine of these settings, whichever section they belong to."""
+    hooks = values.pop("tap_by_hooks", None)
+    engine = {name: values.pop(name) for name in EngineConfig.model_fields if name in values}
+    return EngineSpec(
+        TargetConfig(path=str(target), tap_by_hooks=hooks),
+        EngineConfig(**engine),
+        purpose,
+        boundaries,
+        **values,
+    )
 
 
 def ask(ids: npt.NDArray[np.int32], **values: Any) -> Request:

@@ -60,7 +60,7 @@ class Engine:
         on_death: called on the engine's thread when a started engine dies, before what it was asked for fails.
         """
         self.spec = spec
-        self._target = read_facts(spec.model)
+        self._target = read_facts(spec.target.path)
         check(spec, self._target)
         versions.prepare_environment(spec.own_process, spec.v1_runner)
         if not _ALIVE.acquire(blocking=False):

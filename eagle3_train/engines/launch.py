@@ -21,22 +21,22 @@ def check(spec: EngineSpec, facts: TargetFacts) -> None:
     if spec.purpose == "capture" and spec.boundaries[-1:] != (facts.num_layers,):
         raise ValueError(
             f"a capture engine needs boundaries that end with L={facts.num_layers} "
-            f"({spec.model} has {facts.num_layers} layers), got {spec.boundaries}"
+            f"({spec.target.path} has {facts.num_layers} layers), got {spec.boundaries}"
         )
-    if spec.tap_by_hooks and not spec.enforce_eager:
+    if spec.target.tap_by_hooks and not spec.engine.enforce_eager:
         raise ValueError("forward hooks cannot be compiled: set engine.enforce_eager=true")
-    if spec.max_model_len > facts.max_position_embeddings:
+    if spec.engine.max_model_len > facts.max_position_embeddings:
         raise ValueError(
-            f"engine.max_model_len={spec.max_model_len} exceeds the {facts.max_position_embeddings} "
-            f"positions of {spec.model}; lower it"
+            f"engine.max_model_len={spec.engine.max_model_len} exceeds the {facts.max_position_embeddings} "
+            f"positions of {spec.target.path}; lower it"
         )
 
 
 def batched_tokens(spec: EngineSpec) -> int:
     """Tokens of one engine step; whole prompts must fit where chunking is off."""
     usual = 2048 if versions.on_cpu() else 8192
-    chosen = spec.max_num_batched_tokens or max(usual, spec.max_model_len)
-    return chosen if chunks_prefill(spec) else max(chosen, spec.max_model_len)
+    chosen = spec.engine.max_num_batched_tokens or max(usual, spec.engine.max_model_len)
+    return chosen if chunks_prefill(spec) else max(chosen, spec.engine.max_model_len)
 
 
 def chunks_prefill(spec: EngineSpec) -> bool:
@@ -55,7 +55,7 @@ def arena_bytes(spec: EngineSpec, hidden_size: int) -> int:
     if spec.arena_bytes is not None:
         return spec.arena_bytes
     row = bytes_per_token(hidden_size, len(spec.boundaries), spec.capture_dtype)
-    tokens = max(4 * batched_tokens(spec), 4 * spec.max_model_len, 2 * spec.pack_tokens)
+    tokens = max(4 * batched_tokens(spec), 4 * spec.engine.max_model_len, 2 * spec.pack_tokens)
     return tokens * (row + 4)  # 4: the token's id
 
 
@@ -81,34 +81,34 @@ def sampling_params(key: str, request: Request) -> Any:
 def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of vLLM's EngineArgs."""
     kwargs: dict[str, Any] = {
-        "model": spec.model,
-        "tokenizer": spec.tokenizer,
-        "trust_remote_code": spec.trust_remote_code,
-        "dtype": spec.dtype,
-        "tensor_parallel_size": spec.tensor_parallel,
-        "max_model_len": spec.max_model_len,
-        "max_num_seqs": spec.max_num_seqs,
+        "model": spec.target.path,
+        "tokenizer": spec.target.tokenizer or spec.target.path,
+        "trust_remote_code": spec.target.trust_remote_code,
+        "dtype": spec.engine.dtype,
+        "tensor_parallel_size": spec.engine.tensor_parallel,
+        "max_model_len": spec.engine.max_model_len,
+        "max_num_seqs": spec.engine.max_num_seqs,
         "max_num_batched_tokens": batched_tokens(spec),
         "block_size": spec.block_size,
         "enable_chunked_prefill": chunks_prefill(spec),
-        "gpu_memory_utilization": spec.gpu_memory_utilization,
-        "kv_cache_memory_bytes": spec.kv_cache_bytes,
-        "enforce_eager": spec.enforce_eager,
-        "enable_prefix_caching": spec.prefix_caching,
-        "load_format": spec.load_format,
+        "gpu_memory_utilization": spec.engine.gpu_memory_utilization,
+        "kv_cache_memory_bytes": spec.engine.kv_cache_bytes,
+        "enforce_eager": spec.engine.enforce_eager,
+        "enable_prefix_caching": spec.engine.prefix_caching,
+        "load_format": spec.engine.load_format,
         "language_model_only": facts.is_multimodal,
         "seed": spec.seed,
         "use_tqdm_on_load": False,
         "disable_log_stats": spec.purpose != "serve",
         "worker_cls": "eagle3_train.engines.hooks.TappingWorker",
         "worker_extension_cls": "eagle3_train.engines.worker.WorkerExtension",
-        "additional_config": {"tap_by_hooks": spec.tap_by_hooks},
+        "additional_config": {"tap_by_hooks": spec.target.tap_by_hooks},
     }
-    if spec.tensor_parallel > 1:
+    if spec.engine.tensor_parallel > 1:
         kwargs["distributed_executor_backend"] = "mp"
     if versions.on_cpu():
-        kwargs["kv_cache_memory_bytes"] = spec.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        if spec.dtype == "auto":  # its CPU kernels are only trusted in float32
+        kwargs["kv_cache_memory_bytes"] = spec.engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        if spec.engine.dtype == "auto":  # its CPU kernels are only trusted in float32
             kwargs["dtype"] = "float32"
         if facts.mla is not None:  # the C++ RoPE op rotates MLA's keys wrongly
             kwargs["compilation_config"] = {"custom_ops": ["none"]}
@@ -174,7 +174,7 @@ def explain(spec: EngineSpec, error: BaseException) -> str:
     known = (remedy for sign, remedy in _REMEDIES.items() if sign in text)
     advice = next(known, "the log above holds vLLM's own account")
     return (
-        f"{versions.name()} could not start a {spec.purpose} engine for {spec.model}: "
+        f"{versions.name()} could not start a {spec.purpose} engine for {spec.target.path}: "
         f"{text.splitlines()[0][:600]}; {advice}"
     )
 

@@ -47,29 +47,16 @@ def spec_for(
     config: JobConfig, purpose: Purpose, boundaries: tuple[int, ...] = (), drafter: str = ""
 ) -> EngineSpec:
     """The engine a job needs for `purpose`; boundaries for "capture", a checkpoint for "serve"."""
-    engine = config.engine
     return EngineSpec(
-        model=config.target.path,
-        tokenizer=config.target.tokenizer or config.target.path,
+        config.target,
+        config.engine,
         purpose=purpose,
         boundaries=boundaries,
         drafter=drafter,
         num_speculative_tokens=config.evaluate.num_speculative_tokens if purpose == "serve" else 0,
-        trust_remote_code=config.target.trust_remote_code,
-        dtype=engine.dtype,
-        tensor_parallel=engine.tensor_parallel,
-        max_model_len=engine.max_model_len,
-        max_num_seqs=engine.max_num_seqs,
-        max_num_batched_tokens=engine.max_num_batched_tokens,
-        kv_cache_bytes=engine.kv_cache_bytes,
-        gpu_memory_utilization=engine.gpu_memory_utilization,
-        enforce_eager=engine.enforce_eager,
-        prefix_caching=engine.prefix_caching,
-        load_format=engine.load_format,
         seed=config.rollout.seed,
         capture_dtype=config.stream.dtype,
         pack_tokens=config.stream.tokens_per_pack,
-        tap_by_hooks=config.target.tap_by_hooks or "",
     )
 
 

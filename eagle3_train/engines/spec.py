@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from eagle3_train.config import StateType
+from eagle3_train.config import EngineConfig, StateType, TargetConfig
 
 Purpose = Literal["capture", "serve", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """One vLLM engine.
+    """One vLLM engine, as the configuration's sections describe it.
 
     purpose: "capture" taps `boundaries` (sorted, last one is L) and also generates; "serve" drafts with
     the EAGLE-3 checkpoint in `drafter`; "plain" only generates. Sizes are tokens and bytes.
@@ -21,27 +21,15 @@ class EngineSpec:
     pack_tokens: the largest pack that is captured at once.
     chunked_prefill: null is on where it is correct (off on CPU and while serving a drafter).
     own_process: run vLLM's core in a process of its own (GPU) instead of the caller's (CPU); null chooses.
-    tap_by_hooks: name of a vLLM class without taps whose layers forward hooks tap instead; needs enforce_eager.
     v1_runner: insist on vLLM's older model runner, whose drafts can be recorded (0.23 serves Llama with the newer).
     """
 
-    model: str
-    tokenizer: str
+    target: TargetConfig
+    engine: EngineConfig
     purpose: Purpose
     boundaries: tuple[int, ...] = ()
     drafter: str = ""
     num_speculative_tokens: int = 0
-    trust_remote_code: bool = False
-    dtype: str = "auto"
-    tensor_parallel: int = 1
-    max_model_len: int = 2048
-    max_num_seqs: int = 64
-    max_num_batched_tokens: int | None = None
-    kv_cache_bytes: int | None = None
-    gpu_memory_utilization: float = 0.9
-    enforce_eager: bool = False
-    prefix_caching: bool = False
-    load_format: str = "auto"
     seed: int = 0
     capture_dtype: StateType = "bfloat16"
     arena_bytes: int | None = None
@@ -49,8 +37,11 @@ class EngineSpec:
     chunked_prefill: bool | None = None
     block_size: int | None = None
     own_process: bool | None = None
-    tap_by_hooks: str = ""
     v1_runner: bool = False
+
+    def with_engine(self, **settings: Any) -> EngineSpec:
+        """The same, but for these settings of the engine section."""
+        return replace(self, engine=self.engine.model_copy(update=settings))
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,8 +116,7 @@ def capture_spec(config: JobConfig, facts: TargetFacts) -> EngineSpec:
     boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
     return replace(
         spec_for(config, "capture", boundaries),
-        model=str(facts.path),
-        tokenizer=config.target.tokenizer or str(facts.path),
+        target=config.target.model_copy(update={"path": str(facts.path)}),
         capture_dtype="float32" if config.engine.dtype == "float32" else "bfloat16",
         v1_runner=True,
     )
@@ -131,12 +130,14 @@ def captured_answers(
     config: JobConfig, facts: TargetFacts, spec: EngineSpec
 ) -> tuple[list[Answer], list[Tensor], list[Check]]:
     """Answers with their states, the same samples prefilled alone, and what can be said of both."""
-    renderer = Renderer.load(spec.tokenizer, spec.trust_remote_code, config.corpus.template_kwargs)
+    target, arguments = spec.target, config.corpus.template_kwargs
+    tokenizer = target.tokenizer or target.path
+    renderer = Renderer.load(tokenizer, target.trust_remote_code, arguments)
     with _engine(spec) as engine:
         requests = []
         for index, question in enumerate(QUESTIONS):
             ids = tuple(renderer.prompt_ids([{"role": "user", "content": question}]))
-            room = min(ANSWER_TOKENS, spec.max_model_len - len(ids))
+            room = min(ANSWER_TOKENS, spec.engine.max_model_len - len(ids))
             requests.append(Request(str(index), ids, room, capture=True))
         answers = []
         for future in [engine.submit(request) for request in requests]:
@@ -194,11 +195,12 @@ def _stressed(
         reason = "not run: vLLM's CPU backend never finishes a chunked MLA prompt"
         return [Check("chunked_prefill", "warn", reason), Check("prefix_hit", "warn", reason)]
     small = replace(
-        spec,
-        prefix_caching=True,
+        spec.with_engine(
+            prefix_caching=True,
+            max_num_batched_tokens=CHUNK_TOKENS,
+            max_num_seqs=min(spec.engine.max_num_seqs, 8),
+        ),
         chunked_prefill=True,
-        max_num_batched_tokens=CHUNK_TOKENS,
-        max_num_seqs=min(spec.max_num_seqs, 8),
         # The CPU backend's blocks of 128 tokens are longer than a sample, so nothing would hit.
         block_size=None if torch.cuda.is_available() else 32,
     )
@@ -248,7 +250,7 @@ def _served(
             engine.record_drafts()
             for answer in answers:
                 prompt = answer.ids[: answer.prompt_tokens]
-                room = min(ANSWER_TOKENS, spec.max_model_len - len(prompt))
+                room = min(ANSWER_TOKENS, spec.engine.max_model_len - len(prompt))
                 (generation,) = engine.generate([Request("draft", prompt, room)])
                 spoken.append(prompt + generation.output_ids)
                 alike = common_tokens(answer.ids, spoken[-1])

@@ -66,10 +66,10 @@ def ask(replica: Any, requests: Sequence[Request], concurrency: int) -> list[Gen
 
 
 @contextmanager
-def serving(config: JobConfig, spec: EngineSpec) -> Iterator[Any]:
+def serving(spec: EngineSpec) -> Iterator[Any]:
     """A replica for the duration, ready for as many requests as are ever in flight and no more: it starts sooner."""
-    spec = replace(spec, max_num_seqs=min(spec.max_num_seqs, MOST_CONCURRENT))
-    pool = start_pool(spec, config.engine.model_copy(update={"replicas": 1}))
+    spec = spec.with_engine(replicas=1, max_num_seqs=min(spec.engine.max_num_seqs, MOST_CONCURRENT))
+    pool = start_pool(spec, spec.engine)
     try:
         (replica,) = ray.get(pool.handles.remote()).values()
         yield replica
@@ -228,7 +228,7 @@ def measure_plain(config: JobConfig, prompts: Prompts) -> Measured:
     if kept := read_kept(config, "plain"):
         return kept
     # Prompts go in whole, as they must while drafting: else the speedup compares two schedules.
-    with serving(config, replace(spec_for(config, "plain"), chunked_prefill=False)) as replica:
+    with serving(replace(spec_for(config, "plain"), chunked_prefill=False)) as replica:
         most = max(config.evaluate.concurrency)
         prompts = with_followups(config, lambda asked: ask(replica, asked, most), prompts)
         passes = measure_all(config, replica, prompts, config.evaluate.concurrency, PLAIN_SEED)
@@ -247,7 +247,7 @@ def measure_drafters(
     while waiting := {n: path for n, path in drafters.items() if n not in served}:
         first = next(iter(waiting.values()))
         spec = spec_for(config, "serve", drafter=str(first))
-        with serving(config, spec) as replica:
+        with serving(spec) as replica:
             for name, directory in waiting.items():
                 if not _same_shape(first, directory):
                     continue

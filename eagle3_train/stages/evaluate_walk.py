@@ -71,12 +71,11 @@ def capture(
 ) -> list[Pack]:
     """Have the target read prompts and answers, without the last token of each."""
     spec = replace(
-        spec_for(config, "capture", boundaries),
-        enforce_eager=True,
+        spec_for(config, "capture", boundaries).with_engine(enforce_eager=True),
         capture_dtype="float32" if dtype == "float32" else "bfloat16",
     )
     packs = []
-    with serving(config, spec) as replica:
+    with serving(spec) as replica:
         for group in packed(answers, config.stream.tokens_per_pack):
             ids = [_ids(answer)[:-1] for answer in group]
             states, meta = replica.capture.options(num_returns=2).remote(ids)

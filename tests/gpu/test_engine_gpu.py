@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from eagle3_train.engines.engine import Engine
-from eagle3_train.engines.spec import EngineSpec, Request
+from eagle3_train.engines.spec import EngineSpec, Purpose, Request
 from tests import tiny
 
 os.environ["TRITON_F32_DEFAULT"] = "ieee"  # before Triton compiles anything
@@ -45,7 +45,7 @@ def spec(target: Path, boundaries: tuple[int, ...], **values: Any) -> EngineSpec
         "kv_cache_bytes": 256 << 20,
         "gpu_memory_utilization": 0.2,
     }
-    return EngineSpec(str(target), str(target), "capture", boundaries, **(sizes | values))
+    return tiny.spec_of(target, "capture", boundaries, **(sizes | values))
 
 
 def write(directory: Path, family: tiny.Family) -> Path:
@@ -152,13 +152,13 @@ def wide_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def wide_engine(target: Path, purpose: str) -> Iterator[Engine]:
+def wide_engine(target: Path, purpose: Purpose) -> Iterator[Engine]:
     taps: dict[str, Any] = {"boundaries": (2, 16, 29, 32)} if purpose == "capture" else {}
     engine = Engine(
-        EngineSpec(
-            str(target), str(target), purpose, load_format="dummy", enforce_eager=True,
+        tiny.spec_of(
+            target, purpose, load_format="dummy", enforce_eager=True,
             max_model_len=4096, max_num_batched_tokens=16384, gpu_memory_utilization=0.6, **taps,
-        )  # type: ignore[arg-type]
+        )
     )  # fmt: skip
     yield engine
     engine.close()
