@@ -291,7 +291,7 @@ def together(
     def fit(name: str, packs: int, **stream: Any) -> tuple[JobConfig, dict[str, Any]]:
         config = job(target, folder, scale, scale.sample, name, **stream)
         samples = make_samples([scale.sample] * packs * scale.per_pack, vocab)
-        write_shard(RunDir(config.run_path).samples, 0, samples, ["null"] * len(samples))
+        write_shard(RunDir(config.run_path).samples, samples, ["null"] * len(samples))
         return config, train.run(config, pool)
 
     spilled = spilled_bytes()

@@ -95,9 +95,10 @@ def load(arguments: argparse.Namespace) -> tuple[list[Sample], Accounting | None
     config = CorpusConfig.model_validate(
         {"min_yield": 0.0, **settings, "sources": arguments.sources}
     )
-    return load_given(
-        config, arguments.tokenizer, arguments.trust_remote_code, arguments.quarantine
+    renderer = Renderer.load(
+        arguments.tokenizer, arguments.trust_remote_code, config.template_kwargs
     )
+    return load_given(config, renderer, arguments.quarantine)
 
 
 def pick(samples: list[Sample], count: int) -> list[Sample]:

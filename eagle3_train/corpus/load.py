@@ -28,24 +28,22 @@ Item = TypeVar("Item", Prompt, Sample)
 
 
 def load_prompts(
-    config: CorpusConfig, tokenizer_dir: str, trust_remote_code: bool, quarantine: Path | None
+    config: CorpusConfig, renderer: Renderer, quarantine: Path | None = None
 ) -> tuple[list[Prompt], Accounting]:
     """Conversations cut before the answer that the target shall write, in source order; all rows accounted for.
 
     Raises CorpusError for unreadable sources, no usable row, or a yield below config.min_yield.
     """
-    renderer = Renderer.load(tokenizer_dir, trust_remote_code, config.template_kwargs)
     return _load(config, quarantine, lambda row, _: [_prompt(row, renderer, config)])
 
 
 def load_given(
-    config: CorpusConfig, tokenizer_dir: str, trust_remote_code: bool, quarantine: Path | None
+    config: CorpusConfig, renderer: Renderer, quarantine: Path | None = None
 ) -> tuple[list[Sample], Accounting]:
     """Answered conversations and pre-tokenised rows, off-policy, in source order; all rows accounted for.
 
     Raises CorpusError as load_prompts does.
     """
-    renderer = Renderer.load(tokenizer_dir, trust_remote_code, config.template_kwargs)
     return _load(config, quarantine, lambda row, account: _samples(row, renderer, config, account))
 
 

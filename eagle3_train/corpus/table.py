@@ -24,34 +24,22 @@ SCHEMA = pa.schema(
 )
 
 
-def next_index(dir: Path) -> int:
-    """Index of the first shard not yet committed."""
+def write_shard(dir: Path, samples: Sequence[Sample], messages_json: Sequence[str]) -> None:
+    """Commit one more shard: a crash leaves it absent or complete."""
     shards = _shards(dir)
-    return int(shards[-1].stem.split("-")[1]) + 1 if shards else 0
-
-
-def write_shard(
-    dir: Path, index: int, samples: Sequence[Sample], messages_json: Sequence[str]
-) -> None:
-    """Commit one shard: a crash leaves it absent or complete. Raises ValueError when it exists."""
-    path = dir / f"samples-{index:06d}.parquet"
-    if path.exists():
-        raise ValueError(f"{path} is already committed; use next_index({dir})")
+    index = int(shards[-1].stem.split("-")[1]) + 1 if shards else 0
     assert all(len(sample.input_ids) == len(sample.loss_mask) for sample in samples)
-    rows = [
-        {
-            "id": sample.id,
-            "domain": sample.domain,
-            "input_ids": sample.input_ids,
-            "loss_mask": sample.loss_mask,
-            "finish_reason": sample.finish_reason,
-            "messages_json": text,
-        }
-        for sample, text in zip(samples, messages_json, strict=True)
-    ]
+    columns = {
+        "id": [sample.id for sample in samples],
+        "domain": [sample.domain for sample in samples],
+        "input_ids": [sample.input_ids for sample in samples],
+        "loss_mask": [sample.loss_mask for sample in samples],
+        "finish_reason": [sample.finish_reason for sample in samples],
+        "messages_json": messages_json,
+    }
     file = pa.BufferOutputStream()
-    pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), file, compression="zstd")
-    write_atomic(path, file.getvalue().to_pybytes())
+    pq.write_table(pa.table(columns, schema=SCHEMA), file, compression="zstd")
+    write_atomic(dir / f"samples-{index:06d}.parquet", file.getvalue().to_pybytes())
 
 
 def committed_ids(dir: Path) -> set[str]:

@@ -49,9 +49,7 @@ def evaluation_prompts(config: JobConfig) -> Prompts:
             "min_yield": 0.0,  # what does not fit is counted, and no reason to stop here
         }
         corpus = config.corpus.model_copy(update=read)
-        tokenizer = config.target.tokenizer or config.target.path
-        prompts, _ = load_prompts(corpus, tokenizer, config.target.trust_remote_code, None)
-        found[name] = prompts
+        found[name], _ = load_prompts(corpus, renderer_of(config))
     kept = {name: _fitting(config, name, prompts)[:limit] for name, prompts in found.items()}
     kept = {name: prompts for name, prompts in kept.items() if prompts}
     if not kept:

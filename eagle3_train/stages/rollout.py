@@ -20,7 +20,7 @@ from eagle3_train.corpus.account import Accounting, Unusable
 from eagle3_train.corpus.load import load_given, load_prompts
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.corpus.split import is_held_out
-from eagle3_train.corpus.table import committed_ids, next_index, write_shard
+from eagle3_train.corpus.table import committed_ids, write_shard
 from eagle3_train.engines.answers import Answers
 from eagle3_train.engines.spec import Request
 from eagle3_train.records import Generation, Prompt, Sample
@@ -85,7 +85,7 @@ def _keep_given(config: JobConfig) -> Json:
     missing = [sample for sample in samples if sample.id not in done]
     for start in range(0, len(missing), rows):
         shard = missing[start : start + rows]
-        write_shard(folder, next_index(folder), shard, ["null"] * len(shard))
+        write_shard(folder, shard, ["null"] * len(shard))
     state = record_complete(config, {"answered": len(samples)})
     log.info("rollout: kept %d given answers", len(samples))
     return state
@@ -107,9 +107,8 @@ def _given_prompts(config: JobConfig) -> list[Prompt]:
 
 def _load(config: JobConfig, load: Callable[..., tuple[list[Item], Accounting]]) -> list[Item]:
     """What the sources hold, accounted for in files of the run."""
-    paths, target = RunDir(config.run_path), config.target
-    tokenizer = target.tokenizer or target.path
-    items, accounting = load(config.corpus, tokenizer, target.trust_remote_code, paths.quarantine)
+    paths = RunDir(config.run_path)
+    items, accounting = load(config.corpus, renderer_of(config), paths.quarantine)
     accounting.save(paths.accounting)
     return items
 
@@ -159,7 +158,7 @@ def _commit(folder: Path, dialogues: list[Dialogue]) -> None:
     """Write answered conversations as one file."""
     rows = [(sample, d.prompt.messages_json) for d in dialogues for sample in d.samples]
     samples, messages = zip(*rows, strict=True)
-    write_shard(folder, next_index(folder), samples, messages)
+    write_shard(folder, samples, messages)
 
 
 def _take(

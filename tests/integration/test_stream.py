@@ -196,7 +196,7 @@ def write_run(folder: Path, name: str, cache_share: float, count: int = 200) -> 
     raw["stream"] |= {"max_bytes_in_flight": total // 20, "cache_bytes": int(cache_share * total)}
     raw["stream"] |= {"cache_dir": str(folder), "tokens_per_pack": 448}
     config = JobConfig.model_validate(raw)
-    write_shard(RunDir(config.run_path).samples, 0, made, ["null"] * len(made))
+    write_shard(RunDir(config.run_path).samples, made, ["null"] * len(made))
     return config
 
 

@@ -38,7 +38,7 @@ def job(folder: Path, name: str, **train_settings: Any) -> JobConfig:
         ids = token_ids(30 + number % 40, number)
         mask = np.arange(len(ids)) >= 12
         samples.append(Sample(f"{number:04x}", "test", ids, mask, "stop"))
-    write_shard(RunDir(config.run_path).samples, 0, samples, ["null"] * len(samples))
+    write_shard(RunDir(config.run_path).samples, samples, ["null"] * len(samples))
     return config
 
 
@@ -135,7 +135,7 @@ def test_fewer_samples_than_workers_is_refused_at_once(pool: Any, tmp_path: Path
     config = JobConfig.model_validate(raw)
     ids = token_ids(30, 1)
     sample = Sample("0001", "test", ids, np.arange(30) >= 12, "stop")
-    write_shard(RunDir(config.run_path).samples, 0, [sample], ["null"])
+    write_shard(RunDir(config.run_path).samples, [sample], ["null"])
     with pytest.raises(ValueError, match="at least 2 samples"):
         train.run(config, pool)
 

@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from corpus_tokenizer import SHARED, renderer, save
+from corpus_tokenizer import SHARED, renderer
 
 from eagle3_train.config import CorpusConfig
 from eagle3_train.corpus.account import Accounting, CorpusError
 from eagle3_train.corpus.load import load_given, load_prompts
+from eagle3_train.corpus.render import Renderer
 from eagle3_train.records import Sample
 
 MAX_LEN = 2048
 
 
-@pytest.fixture(scope="session")
-def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return save(tmp_path_factory.mktemp("tokenizer"))
+RENDERER = renderer("default_system")
 
 
 def talk(*contents: Any) -> list[dict[str, Any]]:
@@ -204,22 +203,22 @@ def source(case: str, where: str, folder: Path) -> str:
 
 
 def given(
-    path: str, tokenizer_dir: str, quarantine: Path | None = None, **options: Any
+    path: str, quarantine: Path | None = None, made: Renderer = RENDERER, **options: Any
 ) -> tuple[list[Sample], Accounting]:
     config = CorpusConfig(sources=(path,), max_len=MAX_LEN, min_yield=0, **options)
-    return load_given(config, tokenizer_dir, False, quarantine)
+    return load_given(config, made, quarantine)
 
 
 @pytest.mark.parametrize("where", ["own", "shared"])
 @pytest.mark.parametrize("case", EXPECTED)
 def test_every_row_of_a_case_is_kept_or_quarantined_with_its_reason(
-    case: str, where: str, tmp_path: Path, tokenizer_dir: str
+    case: str, where: str, tmp_path: Path
 ) -> None:
     kept, dropped = EXPECTED[case]
     path = source(case, where, tmp_path)
     quarantine = tmp_path / "quarantine.jsonl"
     if kept:
-        samples, account = given(path, tokenizer_dir, quarantine)
+        samples, account = given(path, quarantine)
         assert account.kept == len({s.id for s in samples}) == kept
         assert account.rows_in == kept + sum(dropped.values())
         for sample in samples:
@@ -227,7 +226,7 @@ def test_every_row_of_a_case_is_kept_or_quarantined_with_its_reason(
             assert sample.loss_mask.any()
     else:
         with pytest.raises(CorpusError):
-            given(path, tokenizer_dir, quarantine)
+            given(path, quarantine)
     records = [json.loads(line) for line in quarantine.read_text().splitlines()]
     assert Counter(record["reason"] for record in records) == dropped
     assert all(record["where"].startswith(str(Path(path).resolve())) for record in records)
@@ -235,87 +234,81 @@ def test_every_row_of_a_case_is_kept_or_quarantined_with_its_reason(
 
 @pytest.mark.parametrize("where", ["own", "shared"])
 def test_a_wrong_kind_of_file_is_refused_naming_columns_found_and_understood(
-    where: str, tmp_path: Path, tokenizer_dir: str
+    where: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CorpusError, match=r"columns found: completion.*prompt.*\n.*messages, conv"):
-        given(source("21", where, tmp_path), tokenizer_dir)
+        given(source("21", where, tmp_path))
 
 
-def test_ambiguous_rows_name_both_keys(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_ambiguous_rows_name_both_keys(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="messages and conversations disagree"):
-        given(source("02", "own", tmp_path), tokenizer_dir)
+        given(source("02", "own", tmp_path))
 
 
-def test_unknown_roles_are_listed_and_can_be_mapped(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_unknown_roles_are_listed_and_can_be_mapped(tmp_path: Path) -> None:
     path = source("03", "own", tmp_path)
-    shown = given(path, tokenizer_dir)[1].details["unknown_role"]
+    shown = given(path)[1].details["unknown_role"]
     assert "'wren_2'" in shown[0]
-    _, mapped = given(path, tokenizer_dir, roles={"wren_2": "assistant", "bard": "assistant"})
+    _, mapped = given(path, roles={"wren_2": "assistant", "bard": "assistant"})
     assert mapped.kept == 3
 
 
-def test_a_leading_assistant_turn_can_be_dropped(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_a_leading_assistant_turn_can_be_dropped(tmp_path: Path) -> None:
     path = source("04", "own", tmp_path)
-    samples, account = given(path, tokenizer_dir, leading_assistant="drop_turn")
+    samples, account = given(path, leading_assistant="drop_turn")
     assert account.kept == 2
     assert account.fixed["dropped_leading_assistant"] == 1
-    text = renderer("default_system").tokenizer.decode(samples[0].input_ids.tolist())
+    text = RENDERER.tokenizer.decode(samples[0].input_ids.tolist())
     assert "Ahoy" not in text
 
 
 def test_a_template_error_concerns_its_row_only(tmp_path: Path) -> None:
-    strict = save(tmp_path / "tokenizer", "alternating")
-    _, account = given(source("05", "own", tmp_path), strict)
+    strict = renderer("alternating")
+    _, account = given(source("05", "own", tmp_path), made=strict)
     assert account.kept == 1
     assert "roles must alternate" in account.details["template"][0]
 
 
-def test_system_prompts_are_the_datas_own_and_several_merge_or_drop_the_row(
-    tmp_path: Path, tokenizer_dir: str
-) -> None:
+def test_system_prompts_are_the_datas_own_and_several_merge_or_drop_the_row(tmp_path: Path) -> None:
     path = source("08", "own", tmp_path)
-    decode = renderer("default_system").tokenizer.decode
-    texts = [decode(s.input_ids.tolist()) for s in given(path, tokenizer_dir)[0]]
+    decode = RENDERER.tokenizer.decode
+    texts = [decode(s.input_ids.tolist()) for s in given(path)[0]]
     assert "system\nA\n\nB" in texts[0]
     assert "harbour office" in texts[2]
     assert "harbour office" not in texts[1]
-    _, skipped = given(path, tokenizer_dir, several_system_turns="skip_row")
+    _, skipped = given(path, several_system_turns="skip_row")
     assert skipped.dropped == {"several_system_turns": 1}
-    samples, added = given(path, tokenizer_dir, system_prompt="Be calm.")
+    samples, added = given(path, system_prompt="Be calm.")
     assert added.fixed["added_system_prompt"] == 1
     assert "Be calm." in decode(samples[2].input_ids.tolist())
 
 
-def test_duplicates_can_be_kept_under_ids_of_their_own(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_duplicates_can_be_kept_under_ids_of_their_own(tmp_path: Path) -> None:
     path = source("20", "own", tmp_path)
-    samples, account = given(path, tokenizer_dir, deduplicate=False)
+    samples, account = given(path, deduplicate=False)
     assert len({sample.id for sample in samples}) == 3
     assert account.fixed["reused_id"] == 1
-    assert given(path, tokenizer_dir)[0][0].id == samples[0].id
+    assert given(path)[0][0].id == samples[0].id
 
 
-def test_a_sample_of_exactly_max_len_is_whole(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_a_sample_of_exactly_max_len_is_whole(tmp_path: Path) -> None:
     path = source("22", "own", tmp_path)
-    whole = given(path, tokenizer_dir)[0][0]
+    whole = given(path)[0][0]
     for max_len, length in ((len(whole.input_ids), 0), (len(whole.input_ids) - 1, 1)):
         config = CorpusConfig(sources=(path,), max_len=max_len)
-        samples, account = load_given(config, tokenizer_dir, False, None)
+        samples, account = load_given(config, RENDERER)
         assert len(samples[0].input_ids) == max_len
         assert account.fixed["truncated"] == length
 
 
-def test_rows_marked_as_cut_at_the_token_limit_teach_no_stop(
-    tmp_path: Path, tokenizer_dir: str
-) -> None:
+def test_rows_marked_as_cut_at_the_token_limit_teach_no_stop(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(row("Go on", "and on", finish_reason="length")))
-    sample = given(str(tmp_path / "a.jsonl"), tokenizer_dir)[0][0]
-    decode = renderer("default_system").tokenizer.decode
+    sample = given(str(tmp_path / "a.jsonl"))[0][0]
+    decode = RENDERER.tokenizer.decode
     assert decode(sample.input_ids[sample.loss_mask].tolist()) == "and on"
 
 
-def test_a_low_yield_stops_the_job_and_names_the_top_reasons(
-    tmp_path: Path, tokenizer_dir: str
-) -> None:
+def test_a_low_yield_stops_the_job_and_names_the_top_reasons(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(
         lines(
@@ -326,56 +319,48 @@ def test_a_low_yield_stops_the_job_and_names_the_top_reasons(
     with pytest.raises(
         CorpusError, match=r"7 of 11 rows.*\n +3 nothing_supervised.*\n +1 unknown_role"
     ):
-        load_given(config, tokenizer_dir, False, None)
+        load_given(config, RENDERER)
     config = CorpusConfig(sources=(str(path),), min_yield=0.5)
-    assert load_given(config, tokenizer_dir, False, None)[1].kept == 7
+    assert load_given(config, RENDERER)[1].kept == 7
 
 
-def test_hopeless_data_is_given_up_early(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_hopeless_data_is_given_up_early(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines({"text": "x"}) * 5000)
     with pytest.raises(CorpusError, match="0 of 1000 rows"):
-        load_given(CorpusConfig(sources=(str(path),)), tokenizer_dir, False, None)
+        load_given(CorpusConfig(sources=(str(path),)), RENDERER)
 
 
-def prompts(
-    content: bytes, folder: Path, tokenizer_dir: str, **options: Any
-) -> list[dict[str, Any]]:
+def prompts(content: bytes, folder: Path, **options: Any) -> list[dict[str, Any]]:
     (folder / "p.jsonl").write_bytes(content)
     config = CorpusConfig(sources=(str(folder / "p.jsonl"),), **options)
-    loaded, _ = load_prompts(config, tokenizer_dir, False, None)
-    decode = renderer("default_system").tokenizer.decode
+    loaded, _ = load_prompts(config, RENDERER)
+    decode = RENDERER.tokenizer.decode
     return [
         {"text": decode(p.input_ids.tolist()), "domain": p.domain, **json.loads(p.messages_json)}
         for p in loaded
     ]
 
 
-def test_prompts_end_at_the_header_of_the_answer_to_write(
-    tmp_path: Path, tokenizer_dir: str
-) -> None:
-    found = prompts(
-        lines(row("Q1", "A1", "Q2", "A2", domain="x"), row("Q3")), tmp_path, tokenizer_dir
-    )
+def test_prompts_end_at_the_header_of_the_answer_to_write(tmp_path: Path) -> None:
+    found = prompts(lines(row("Q1", "A1", "Q2", "A2", domain="x"), row("Q3")), tmp_path)
     assert [p["text"].count("A2") for p in found] == [0, 0]
     assert "A1" in found[0]["text"]
     assert all(p["text"].endswith("assistant\n") for p in found)
     assert [p["domain"] for p in found] == ["x", "general"]
 
 
-def test_the_target_can_answer_every_turn_of_a_conversation(
-    tmp_path: Path, tokenizer_dir: str
-) -> None:
+def test_the_target_can_answer_every_turn_of_a_conversation(tmp_path: Path) -> None:
     content = lines(
         row("Q1", "A1", "Q2", "A2"), {"category": "c", "turns": ["T1", "T2"]}, {"messages": CALLING}
     )
-    found = prompts(content, tmp_path, tokenizer_dir, history="regenerate")
+    found = prompts(content, tmp_path, history="regenerate")
     assert [p["followups"] for p in found] == [["Q2"], ["T2"], []]
     assert [len(p["messages"]) for p in found] == [1, 1, 3]
     assert found[1]["domain"] == "c"
 
 
-def test_prompts_without_room_for_an_answer_are_dropped(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_prompts_without_room_for_an_answer_are_dropped(tmp_path: Path) -> None:
     content = lines(row("word " * 300), row("Hi"), row(" "), {"messages": talk("", "x")[1:]})
     (tmp_path / "p.jsonl").write_bytes(content)
     config = CorpusConfig(
@@ -384,18 +369,18 @@ def test_prompts_without_room_for_an_answer_are_dropped(tmp_path: Path, tokenize
         min_yield=0,
         leading_assistant="drop_turn",
     )
-    _, account = load_prompts(config, tokenizer_dir, False, None)
+    _, account = load_prompts(config, RENDERER)
     assert account.dropped == {"prompt_too_long": 1, "empty_prompt": 1, "no_prompt": 1}
 
 
-def test_limit_takes_the_first_usable_rows(tmp_path: Path, tokenizer_dir: str) -> None:
+def test_limit_takes_the_first_usable_rows(tmp_path: Path) -> None:
     content = lines(row("", ""), *[row(f"Q{n}") for n in range(5)])
-    found = prompts(content, tmp_path, tokenizer_dir, limit=2, min_yield=0)
+    found = prompts(content, tmp_path, limit=2, min_yield=0)
     assert [p["messages"][0]["content"] for p in found] == ["Q0", "Q1"]
 
 
 def test_tokenised_rows_are_trimmed_to_what_can_be_trained_and_can_be_prompts(
-    tmp_path: Path, tokenizer_dir: str
+    tmp_path: Path,
 ) -> None:
     rows = [
         {
@@ -409,12 +394,12 @@ def test_tokenised_rows_are_trimmed_to_what_can_be_trained_and_can_be_prompts(
     ]
     path = tmp_path / "a.jsonl"
     path.write_bytes(lines(*rows))
-    samples, account = given(str(path), tokenizer_dir)
+    samples, account = given(str(path))
     assert [s.input_ids.tolist() for s in samples] == [[5, 6, 7, 8], [5, 6, 7]]
     assert samples[0].loss_mask.tolist() == [False, False, True, True]
     assert samples[0].domain == "d"
     assert account.dropped == {"nothing_supervised": 2}
     config = CorpusConfig(sources=(str(path),), min_yield=0, deduplicate=False)
-    asked, account = load_prompts(config, tokenizer_dir, False, None)
+    asked, account = load_prompts(config, RENDERER)
     assert [p.input_ids.tolist() for p in asked] == [[5], [5], [5, 6]]
     assert account.dropped == {"no_prompt": 1}

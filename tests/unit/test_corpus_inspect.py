@@ -57,7 +57,7 @@ def test_rollout_shards_are_shown_and_an_implausible_mask_is_an_alarm(
     ids = np.array(renderer("plain").prompt_ids([{"role": "user", "content": "Hi"}]), np.int32)
     good, bad = (np.arange(len(ids)) >= start for start in (len(ids) - 4, 0))
     for name, mask in (("good", good), ("bad", bad)):
-        write_shard(tmp_path / name, 0, [Sample("a", "chat", ids, mask, "stop")], ["null"])
+        write_shard(tmp_path / name, [Sample("a", "chat", ids, mask, "stop")], ["null"])
     assert run(monkeypatch, tmp_path / "good", "--tokenizer", directory) == 0
     assert run(monkeypatch, tmp_path / "bad", "--tokenizer", directory) == 1
     assert "100.0% of the tokens are supervised" in capsys.readouterr().err

@@ -330,7 +330,7 @@ def rollout(config: JobConfig, questions: list[str]) -> dict[str, Sample]:
         ids = np.arange(10 + number, dtype=np.int32)
         samples[said.id] = Sample(said.id, "general", ids, np.arange(10 + number) >= 6, "stop")
         messages.append(said.to_json())
-    write_shard(RunDir(config.run_path).samples, 0, list(samples.values()), messages)
+    write_shard(RunDir(config.run_path).samples, list(samples.values()), messages)
     return samples
 
 
