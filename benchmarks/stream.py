@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import logging
 import os
 import statistics
 import tempfile
@@ -292,7 +293,9 @@ def together(
         config = job(target, folder, scale, scale.sample, name, **stream)
         samples = make_samples([scale.sample] * packs * scale.per_pack, vocab)
         write_shard(RunDir(config.run_path).samples, samples, ["null"] * len(samples))
-        return config, train.run(config, pool)
+        result = train.run(config, pool)
+        logging.info("trained %s: %d steps", name, result["steps"])
+        return config, result
 
     spilled = spilled_bytes()
     stream, result = fit("together", scale.train_packs, max_bytes_in_flight=6 * window)
@@ -336,6 +339,7 @@ def measure(
         consumer = Consumer(pool, config, token_bytes)
         fast = consumer.run(samples, 8 * window * token_bytes, window)
         rate = fast["delivered_tok_s"]
+        logging.info("capture alone: %.0f tok/s", rate)
         for case in sorted({"a", "d"} & set(cases)):  # one measurement answers both
             yield case, plain | fast | {"ratio": rate / plain["plain_tok_s"]}
         if "b" in cases:
@@ -376,6 +380,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=["a", "b", "c", "d", "e", "epochs", "decode"])
     parser.add_argument("--states", default="bfloat16", help="stream.dtype")
     arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
     hardware = torch.cuda.get_device_name() if ON_GPU else f"{os.cpu_count()} CPU cores"
     ray.init(
         "local",
