@@ -128,7 +128,11 @@ def validate_checkpoint(
         if not tensors[name].isfinite().all():
             raise ExportError(f"tensor {name} holds values that are not finite")
     if not spec.full_vocab:
-        _check_vocabulary(tensors["d2t"], tensors["t2d"], target.required_tokens)
+        _check_vocabulary(tensors["d2t"], tensors["t2d"], spec.vocab_size)
+        if absent := [token for token in target.required_tokens if not tensors["t2d"][token]]:
+            raise ExportError(
+                f"the draft vocabulary lacks special tokens {absent}: they could never be drafted"
+            )
 
 
 def _check_shapes(
@@ -144,7 +148,7 @@ def _check_shapes(
             raise ExportError(f"{directory}: {name} has shape {found}, expected {shape}")
 
 
-def _check_vocabulary(d2t: Tensor, t2d: Tensor, required: tuple[int, ...]) -> None:
+def _check_vocabulary(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> None:
     if d2t.dtype != torch.int64:
         raise ExportError(f"d2t is {d2t.dtype}, expected int64")
     if not d2t.any():
@@ -154,17 +158,13 @@ def _check_vocabulary(d2t: Tensor, t2d: Tensor, required: tuple[int, ...]) -> No
     ids = torch.arange(len(d2t)) + d2t
     if not (ids.diff() > 0).all():
         raise ExportError("d2t is unsorted: target ids i + d2t[i] must rise strictly")
-    if ids[0] < 0 or ids[-1] >= len(t2d):
+    if ids[0] < 0 or ids[-1] >= vocab_size:
         raise ExportError(
-            f"d2t leaves the target vocabulary: ids {ids[0]}..{ids[-1]} of {len(t2d)}"
+            f"d2t leaves the target vocabulary: ids {ids[0]}..{ids[-1]} of {vocab_size}"
         )
-    if t2d.dtype != torch.bool or not torch.equal(t2d, membership(d2t, len(t2d))):
+    mask = membership(d2t, vocab_size)
+    if t2d is not None and (t2d.dtype != torch.bool or not torch.equal(t2d, mask)):
         raise ExportError("t2d is not the bool mask of the ids that d2t reaches")
-    absent = [token for token in required if not t2d[token]]
-    if absent:
-        raise ExportError(
-            f"the draft vocabulary lacks special tokens {absent}: they could never be drafted"
-        )
 
 
 class Checkpoint(NamedTuple):
@@ -185,7 +185,7 @@ def read_checkpoint(directory: Path, spec: DrafterSpec | None = None) -> Checkpo
 
     Understood: midlayer. and layers.0. names, wrapper prefixes, safetensors only, plain and speculators
     configurations, absent maps for a full vocabulary. Raises ExportError for architectures this project does not
-    train, and, when `spec` is given, for another shape than it.
+    train, for a draft vocabulary that no engine could map, and, when `spec` is given, for another shape than it.
     """
     config = read_config(directory)
     tensors = {_canonical(name): tensor for name, tensor in read_tensors(directory).items()}
@@ -200,12 +200,10 @@ def read_checkpoint(directory: Path, spec: DrafterSpec | None = None) -> Checkpo
     found = spec_from_config(config)
     if spec is not None:
         _check_same(directory, found, spec)
-    if found.full_vocab:
-        d2t = None
-    elif d2t is None:
-        if t2d is None:
-            raise ExportError(f"{directory}: a reduced draft vocabulary without d2t or t2d")
-        d2t = t2d.nonzero().flatten() - torch.arange(found.draft_vocab_size)
+    try:
+        d2t = _imported_vocabulary(found, d2t, t2d)
+    except ExportError as error:
+        raise ExportError(f"{directory}: {error}") from error
     for copy in twins(found):
         tensors.pop(copy, None)
     shapes = expected_tensors(found)
@@ -213,6 +211,28 @@ def read_checkpoint(directory: Path, spec: DrafterSpec | None = None) -> Checkpo
         del shapes["lm_head.weight"]
     _check_shapes(directory, tensors, shapes)
     return Checkpoint(found, tensors, d2t, _boundaries(config))
+
+
+def _imported_vocabulary(
+    spec: DrafterSpec, d2t: Tensor | None, t2d: Tensor | None
+) -> Int[Tensor, " draft_vocab"] | None:
+    """d2t as we write it, from either map or both, which may be integers of any width."""
+    if spec.full_vocab:
+        if d2t is not None and d2t.any():
+            raise ExportError("d2t renumbers a draft vocabulary that is the whole one")
+        return None
+    if t2d is not None:
+        t2d = t2d.bool()
+    if d2t is None:
+        if t2d is None:
+            raise ExportError("a reduced draft vocabulary without d2t or t2d")
+        ids = t2d.nonzero().flatten()
+        d2t = ids - torch.arange(len(ids))
+    if len(d2t) != spec.draft_vocab_size:
+        raise ExportError(f"it maps {len(d2t)} draft tokens of {spec.draft_vocab_size}")
+    d2t = d2t if d2t.is_floating_point() else d2t.long()
+    _check_vocabulary(d2t, t2d, spec.vocab_size)
+    return d2t
 
 
 def _check_same(directory: Path, found: DrafterSpec, wanted: DrafterSpec) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from eagle3_train.drafter.modules import DrafterWeights
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+from eagle3_train.rundir import reading
 
 Json = dict[str, Any]
 Dtype = Literal["float32", "bfloat16"]
@@ -229,10 +230,16 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     """Every tensor of the directory's safetensors, through the index when there is one."""
     index = directory / "model.safetensors.index.json"
     files = {path.name for path in directory.glob("*.safetensors")}
+    named = files if len(files) == 1 else {"model.safetensors"} & files
     if index.is_file():
-        files = set(json.loads(index.read_text())["weight_map"].values())
+        with reading(index):
+            named = set(json.loads(index.read_text())["weight_map"].values())
+    if extra := sorted(files - named):
+        raise ExportError(
+            f"{directory}: extra weight file {', '.join(extra)}: no index names it, yet an engine may read it"
+        )
     tensors: dict[str, Tensor] = {}
-    for name in sorted(files):
+    for name in sorted(named):
         try:
             tensors |= load_file(directory / name)
         except (OSError, SafetensorError) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -99,20 +100,28 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
 
 def _launch(name: str, config: Json, facts: Json) -> list[str]:
     """Commands for both engines; `name` stands for this directory's path."""
-    k, ranks = facts["num_speculative_tokens"], facts["tensor_parallel"]
-    code = " \\\n  --trust-remote-code" if facts["trust_remote_code"] else ""
-    speculative = json.dumps({"method": "eagle3", "model": name, "num_speculative_tokens": k})
-    vllm = (
-        f"vllm serve {facts['target']} --tensor-parallel-size {ranks}{code} \\\n"
-        f"  --speculative-config '{speculative}'"
+    k, ranks, target = facts["num_speculative_tokens"], facts["tensor_parallel"], facts["target"]
+    code = ["--trust-remote-code"] if facts["trust_remote_code"] else []
+    speculative = {"method": "eagle3", "model": name, "num_speculative_tokens": k}
+    vllm = _command(
+        ["vllm", "serve", target, "--tensor-parallel-size", ranks, *code],
+        ["--speculative-config", json.dumps(speculative)],
     )
-    sglang = (
-        f"python -m sglang.launch_server --model-path {facts['target']} --tp-size {ranks}{code} \\\n"
-        f"  --speculative-algorithm EAGLE3 --speculative-draft-model-path {name} \\\n"
-        f"  --speculative-num-steps {k} --speculative-eagle-topk 1 --speculative-num-draft-tokens {k + 1} \\\n"
-        "  --speculative-draft-model-quantization unquant"
+    sglang = _command(
+        ["python", "-m", "sglang.launch_server", "--model-path", target, "--tp-size", ranks, *code],
+        ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", name],
+        ["--speculative-num-steps", k, "--speculative-eagle-topk", 1],
+        [
+            "--speculative-num-draft-tokens",
+            k + 1,
+            "--speculative-draft-model-quantization",
+            "unquant",
+        ],
     )
-    text = [f"`{name}` is the path of this directory. vLLM:", f"```bash\n{vllm}\n```"]
+    text = [
+        f"`{name}` is the path of this directory, `{target}` the target's path or hub id. vLLM:",
+        vllm,
+    ]
     if layout_of(config) == "speculators":
         return [*text, "This layout is vLLM's; export with `export.format=eagle3` for SGLang."]
     if config.get("kv_lora_rank") and (
@@ -126,7 +135,12 @@ def _launch(name: str, config: Json, facts: Json) -> list[str]:
     return [
         *text,
         "SGLang:",
-        f"```bash\n{sglang}\n```",
+        sglang,
         "The weights here are not quantised. vLLM reads that in config.json; SGLang would apply the target's "
         f"`--quantization`{stored} to the drafter, hence `unquant`.",
     ]
+
+
+def _command(*lines: Sequence[object]) -> str:
+    """A shell command over several lines, whatever its words contain."""
+    return "```bash\n" + " \\\n  ".join(shlex.join(map(str, line)) for line in lines) + "\n```"

@@ -109,6 +109,7 @@ def _sglang_reading(facts: TargetFacts) -> Any:
 def _metadata(config: JobConfig, result: Json, step: int) -> Json:
     """What config.json and the model card say of the training."""
     facts, path = read_facts(config.target.path), RunDir(config.run_path).config
+    given = Path(config.target.path).expanduser()  # a hub id, or a directory of this machine
     # Overrides of this job say nothing of how the drafter came about.
     made = JobConfig.model_validate(yaml.safe_load(path.read_text())) if path.is_file() else config
     samples = result["samples_expected"] // made.train.epochs
@@ -118,7 +119,7 @@ def _metadata(config: JobConfig, result: Json, step: int) -> Json:
     return {
         "run": config.name,
         "commit": provenance.commit(),
-        "target": facts.path.name,
+        "target": given.name if given.is_dir() else config.target.path,
         "quantisation": facts.quantisation,
         "trust_remote_code": config.target.trust_remote_code,
         "tensor_parallel": config.engine.tensor_parallel,

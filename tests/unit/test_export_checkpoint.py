@@ -181,11 +181,13 @@ CORRUPTIONS: list[tuple[Callable[[Path], None], str]] = [
     (edit_tensors(lambda t: t.update({FC: t[FC].bfloat16()})), "bfloat16, config.json says"),
     (edit_tensors(lambda t: t[FC].__setitem__((0, 0), float("nan"))), "fc.weight holds values"),
     (truncate, "not a readable safetensors file"),
+    (lambda d: save_file(SURPLUS, d / "consolidated.safetensors"), "file consolidated.safetensors"),
     (lambda d: (d / "model.safetensors").unlink(), "holds no weights"),
     (lambda d: (d / "config.json").unlink(), "holds no config.json"),
     (lambda d: (d / "config.json").write_text("{"), "is not JSON"),
 ]
 FC = "fc.weight"
+SURPLUS = {"norm.weight": torch.ones(16)}
 NESTED = "eagle_aux_hidden_state_layer_ids"
 WRONG: list[tuple[str, Any]] = [
     ("vocab_size", 32),
@@ -224,6 +226,43 @@ def test_a_spoilt_checkpoint_is_refused_by_name(
     spoil(directory)
     with pytest.raises(ExportError, match=fault):
         check(directory)
+
+
+IMPORTED: list[tuple[Callable[[Tensors], Any], str]] = [
+    (lambda t: t["d2t"].zero_(), "d2t is all zeros"),
+    (lambda t: unsorted(t), "d2t is unsorted"),
+    (lambda t: t["d2t"].__setitem__(-1, 60), "leaves the target vocabulary"),
+    (lambda t: t.update(d2t=t["d2t"].float()), "d2t is torch.float32"),
+    (lambda t: t.update(d2t=t["d2t"][:-1].clone()), "maps 31 draft tokens of 32"),
+    (lambda t: t["t2d"].__setitem__(0, False), "t2d is not the bool mask"),
+    (lambda t: t.update(t2d=t["t2d"][:-1].clone()), "t2d is not the bool mask"),
+    (lambda t: (t.pop("d2t"), t["t2d"].__setitem__(0, False)), "maps 31 draft tokens of 32"),
+    (lambda t: (t.pop("d2t"), t.pop("t2d")), "without d2t or t2d"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "fault"), IMPORTED)
+def test_another_drafters_vocabulary_that_maps_wrongly_is_refused_by_name(
+    tmp_path: Path, spoil: Callable[[Tensors], Any], fault: str
+) -> None:
+    directory = write(tmp_path / "drafter")
+    edit_tensors(spoil)(directory)
+    with pytest.raises(ExportError, match=f"{directory}: .*{fault}"):
+        read_checkpoint(directory)
+
+
+def test_maps_of_other_integer_types_are_read_and_one_that_renumbers_everything_is_not(
+    tmp_path: Path,
+) -> None:
+    directory = write(tmp_path / "drafter")
+    edit_tensors(lambda t: t.update(d2t=t["d2t"].int(), t2d=t["t2d"].int()))(directory)
+    d2t = read_checkpoint(directory).d2t
+    assert d2t is not None
+    assert torch.equal(d2t, D2T)
+    whole = write(tmp_path / "whole", replace(LLAMA_SPEC, draft_vocab_size=64))
+    edit_tensors(lambda t: t.update(d2t=torch.ones(64, dtype=torch.int64)))(whole)
+    with pytest.raises(ExportError, match="d2t renumbers"):
+        read_checkpoint(whole)
 
 
 @pytest.mark.parametrize(("key", "value"), WRONG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.drafter.model_card import write_card
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import export
+from eagle3_train.target import facts
 from eagle3_train.training.initial import spec_of, write_initial
 from tests.tiny import AUX, EOS, VOCAB, write_target
 
@@ -171,6 +173,44 @@ def test_the_card_gives_launch_lines_and_later_the_measured_acceptance(
     assert f"{start} 40.00 | - | - | - | 0.90 | yes |" in card
     assert "1.11" not in card
     validate_checkpoint(directory, spec_of(config), AUX["llama"], export.served_target(config))
+
+
+@pytest.mark.parametrize("name", ["moonshotai/Kimi-K2.5", "a target's path", "$(exit)"])
+def test_the_cards_launch_lines_are_shell_commands_whatever_target_and_folder_are_called(
+    trained: Callable[..., JobConfig], tmp_path: Path, name: str
+) -> None:
+    directory = tmp_path / "my `drafter`'s folder"
+    export.run(trained(ids=WITH_SPECIALS)).rename(directory)
+    written = json.loads((directory / "config.json").read_text())
+    written["eagle3_train"] |= {"target": name, "trust_remote_code": True}
+    (directory / "config.json").write_text(json.dumps(written))
+    write_card(directory)
+    blocks = (directory / "README.md").read_text().split("```bash\n")[1:]
+    vllm, sglang = (
+        shlex.split(block.partition("\n```")[0].replace("\\\n", "")) for block in blocks
+    )
+    assert vllm[:3] == ["vllm", "serve", name]
+    assert vllm[3:7] == [
+        *("--tensor-parallel-size", "1", "--trust-remote-code", "--speculative-config")
+    ]
+    method = {"method": "eagle3", "model": directory.name, "num_speculative_tokens": 3}
+    assert json.loads(vllm[7]) == method
+    assert sglang[sglang.index("--model-path") + 1] == name
+    assert sglang[sglang.index("--speculative-draft-model-path") + 1] == directory.name
+    assert all(word.startswith("--") for word in sglang[3:] if "speculative" in word)
+
+
+def test_a_target_of_the_hub_is_named_by_its_id_and_not_by_its_cache(
+    trained: Callable[..., JobConfig], target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = trained(ids=WITH_SPECIALS)
+    snapshot = target.parent / "snapshots" / "0123abc"
+    snapshot.parent.mkdir()
+    snapshot.symlink_to(target)
+    monkeypatch.setattr(facts, "try_to_load_from_cache", lambda *_: str(snapshot / "config.json"))
+    hub = config.target.model_copy(update={"path": "someone/tiny", "tokenizer": str(target)})
+    directory = export.run(config.model_copy(update={"target": hub}))
+    assert "vllm serve someone/tiny" in (directory / "README.md").read_text()
 
 
 def test_the_card_describes_the_training_whatever_the_export_is_told(
