@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -26,16 +26,16 @@ class StatesError(ValueError):
     """The states of one request are missing or wrong; others are not affected."""
 
 
+@dataclass(eq=False)
 class Captured:
     """Hidden states [tokens, boundaries, columns] as stored (stream/states.py) and their ids, views of the arena.
 
     Valid until `release`; a token's states are those of the position that read it.
     """
 
-    def __init__(self, hidden: Tensor, token_ids: Tensor, release: Callable[[], None]) -> None:
-        self.hidden = hidden
-        self.token_ids = token_ids
-        self._release: Callable[[], None] | None = release
+    hidden: Tensor
+    token_ids: Tensor
+    _release: Callable[[], None] | None
 
     def release(self) -> None:
         """Give the memory back; the views must not be used any more."""
@@ -53,19 +53,12 @@ class Slot:
     tokens: int
 
 
+@dataclass(eq=False)
 class CapturedPack(Captured):
     """The states of several samples, concatenated; `bad`: index in pack -> reason."""
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        token_ids: Tensor,
-        release: Callable[[], None],
-        slots: list[Slot],
-    ) -> None:
-        super().__init__(hidden, token_ids, release)
-        self.slots = slots
-        self.bad: dict[int, str] = {}
+    slots: list[Slot]
+    bad: dict[int, str] = field(default_factory=dict)
 
     def spoil(self, index: int, reason: str) -> None:
         """Zero the rows of a sample that came back wrong."""
@@ -104,13 +97,8 @@ class Captures:
         self._lock = threading.RLock()
         self._expected: dict[str, _Expected] = {}
         self._waiting: deque[str] = deque()  # answers whose region was not available yet
-        self._handover = Handover(arena_bytes, self._received)
-        self._arena = self._handover.arena
-
-    @property
-    def connector_config(self) -> dict[str, Any]:
-        """What the connector needs."""
-        return self._handover.connector_config
+        self.handover = Handover(arena_bytes, self._received)
+        self._arena = self.handover.arena
 
     def open_pack(self, lengths: Sequence[int]) -> CapturedPack:
         """Reserve room for samples of these lengths; waits for it."""
@@ -130,13 +118,13 @@ class Captures:
         with self._lock:
             self._expected[key] = _Expected(future, slot)
             if slot is not None:
-                self._handover.grant(key, slot.hidden, slot.ids, slot.tokens)
+                self.handover.grant(key, slot.hidden, slot.ids, slot.tokens)
 
     def forget(self, key: str) -> None:
         """The request never started."""
         with self._lock:
             if self._expected.pop(key).slot is not None:
-                self._handover.refuse(key)
+                self.handover.refuse(key)
 
     def generated(
         self,
@@ -150,7 +138,7 @@ class Captures:
             entry = self._expected[key]
             entry.expected_ids, entry.finish = ids, finish
             if captured_tokens is None:
-                self._handover.refuse(key)
+                self.handover.refuse(key)
                 self._fail(key, "the engine ended the request before all its tokens were read")
             elif entry.slot is None:
                 self._waiting.append(key)
@@ -166,10 +154,6 @@ class Captures:
                     entry.future.set_exception(error)
             self._expected.clear()
             self._waiting.clear()
-
-    def close(self) -> None:
-        """Close the hand-over."""
-        self._handover.close()
 
     def _received(self, message: dict[str, Any]) -> None:
         """A message of the worker; runs on the hand-over's thread."""
@@ -193,7 +177,7 @@ class Captures:
                 self._arena.check_fits(self._bytes(tokens))
             except ValueError as error:
                 self._waiting.popleft()
-                self._handover.refuse(key)
+                self.handover.refuse(key)
                 self._fail(key, str(error))
                 continue
             region = self._arena.try_allocate(self._bytes(tokens))
@@ -202,7 +186,7 @@ class Captures:
             self._waiting.popleft()
             entry.region = region
             entry.slot = self._slot(region, tokens, 0, tokens)
-            self._handover.grant(key, entry.slot.hidden, entry.slot.ids, tokens)
+            self.handover.grant(key, entry.slot.hidden, entry.slot.ids, tokens)
 
     def _complete(self, key: str) -> None:
         """Verify and deliver once both the tokens and the states are here."""
@@ -211,8 +195,7 @@ class Captures:
             return
         assert entry.slot is not None
         assert entry.finish is not None
-        wrong = self._verify(entry, entry.slot)
-        if wrong is not None:
+        if wrong := self._verify(entry.arrived, entry.expected_ids, entry.slot):
             self._fail(key, wrong)
             return
         del self._expected[key]
@@ -222,11 +205,8 @@ class Captures:
             captured = Captured(hidden, ids, partial(self._give_back, entry.region))
         entry.future.set_result(entry.finish(captured))
 
-    def _verify(self, entry: _Expected, slot: Slot) -> str | None:
+    def _verify(self, message: dict[str, Any], expected: tuple[int, ...], slot: Slot) -> str | None:
         """What is wrong with the states, or None."""
-        message, expected = entry.arrived, entry.expected_ids
-        assert message is not None
-        assert expected is not None
         if "failed" in message:
             return str(message["reason"])
         if message["tokens"] != len(expected):

@@ -103,17 +103,10 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         done = self._copier.finished() if self._copier is not None else set()
         return done or None, None
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Nothing is ever loaded."""
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is ever loaded; the fake drafter writes the states into the cache, and whole requests are saved."""
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is ever loaded."""
-
-    def save_kv_layer(self, *args: Any, **kwargs: Any) -> None:
-        """The fake drafter has written the states into the cache."""
-
-    def wait_for_save(self) -> None:
-        """Copies start when a request has finished."""
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _nothing
 
     def shutdown(self) -> None:
         """Leave the hand-over."""
@@ -195,16 +188,13 @@ class Copier:
     def start(self, saves: list[Save]) -> None:
         """Take note of finished requests and start every copy that has its grant."""
         self._saves.update({save.key: save for save in saves})
-        refused = []
         for message in self._channel.pending():
             if "grant" in message:
                 self._grants[message["grant"]] = message
-            else:
-                refused.append(message["refuse"])
-        for key in refused:
-            self._grants.pop(key, None)
-            if key in self._saves:
-                self._dropped.add(self._saves.pop(key).request_id)
+                continue
+            self._grants.pop(message["refuse"], None)
+            if save := self._saves.pop(message["refuse"], None):
+                self._dropped.add(save.request_id)
         for key in [key for key in self._saves if key in self._grants]:
             self._begin(self._saves.pop(key), self._grants.pop(key))
 
@@ -242,15 +232,9 @@ class Copier:
             self._copies.append(self._copy_cuda(save, out))
 
     def _copy_cpu(self, block_ids: list[int], out: Tensor) -> Tensor:
-        """Copy run by run of adjacent blocks, converting on the way; the checksum of what was written."""
-        whole, rest = divmod(len(out), self._block)
-        blocks = out[: whole * self._block].view(whole, self._block, *out.shape[1:])
-        position = 0
-        for first, count in _runs(block_ids[:whole]):
-            encode(self._cache[first : first + count], blocks[position : position + count])
-            position += count
-        if rest:
-            encode(self._cache[block_ids[whole], :rest], out[whole * self._block :])
+        """Copy block by block, converting on the way; the checksum of what was written."""
+        for block, rows in zip(block_ids, out.split(self._block), strict=False):
+            encode(self._cache[block, : len(rows)], rows)
         return checksum(out)
 
     def _pin(self) -> None:
@@ -296,14 +280,3 @@ class Copier:
             host.copy_(total, non_blocking=True)
             done = self._stream.record_event()
         return Copy(save, host, done.query)
-
-
-def _runs(block_ids: list[int]) -> list[tuple[int, int]]:
-    """Adjacent blocks joined: (first, count)."""
-    runs: list[tuple[int, int]] = []
-    for block in block_ids:
-        if runs and runs[-1][0] + runs[-1][1] == block:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
-        else:
-            runs.append((block, 1))
-    return runs

@@ -70,7 +70,7 @@ class Engine:
         self._running: dict[str, tuple[Request, Future[Completion]]] = {}  # inside vLLM
         self._numbers = itertools.count()
         self._counters = Acceptance(0, (0,) * spec.num_speculative_tokens)
-        self._cached_tokens = 0
+        self.cached_tokens = 0  # prompt tokens of finished requests that came from the prefix cache
         self._gate = threading.Lock()  # nothing is queued once everything has been failed
         self._death: EngineError | None = None
         self._closing = False
@@ -89,7 +89,7 @@ class Engine:
         )
         self._thread.start()
         try:
-            self._facts = ready.result()
+            self.facts = ready.result()
         except BaseException:
             self.close()
             raise
@@ -157,15 +157,6 @@ class Engine:
         drafts = self._call(lambda: self._llm.collective_rpc("take_drafts")[0])
         return [Drafted(key, at, token, tuple(ids)) for key, at, token, ids in drafts]
 
-    def facts(self) -> EngineFacts:
-        """What the started engine says of itself."""
-        return self._facts
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens of finished requests that came from the prefix cache."""
-        return self._cached_tokens
-
     @property
     def stalled_s(self) -> float:
         """Seconds for which the running requests have waited for one engine step."""
@@ -179,7 +170,7 @@ class Engine:
         self._wake()
         self._thread.join()
         if self._captures is not None:
-            self._captures.close()
+            self._captures.handover.close()
         _ALIVE.release()
 
     # The engine thread.
@@ -188,7 +179,9 @@ class Engine:
         """Build vLLM, then admit and step until closed or dead."""
         started = time.monotonic()
         try:
-            connector = self._captures.connector_config if self._captures is not None else {}
+            connector = (
+                self._captures.handover.connector_config if self._captures is not None else {}
+            )
             self._llm = launch(self.spec, self._target, connector, self._count)
             self._tokenizer = self._llm.get_tokenizer()
             versions.mend_sampling()
@@ -240,7 +233,7 @@ class Engine:
     def _finish(self, output: Any) -> None:
         """Complete a request's future, or hand it to the captures."""
         request, future = self._running.pop(output.request_id)
-        self._cached_tokens += output.num_cached_tokens or 0
+        self.cached_tokens += output.num_cached_tokens or 0
         answer = output.outputs[0]
         output_ids = tuple(answer.token_ids)
         generation = Generation(

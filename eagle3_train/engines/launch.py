@@ -10,6 +10,8 @@ from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.target.facts import TargetFacts, bytes_per_token
 
 CPU_KV_CACHE_BYTES = 1 << 30
+# Settings of the engine section that vLLM calls by the same name.
+SAME_IN_VLLM = {"dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "enforce_eager"}
 
 
 class EngineError(RuntimeError):
@@ -80,35 +82,31 @@ def sampling_params(key: str, request: Request) -> Any:
 
 def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments of vLLM's EngineArgs."""
-    kwargs: dict[str, Any] = {
-        "model": spec.target.path,
-        "tokenizer": spec.target.tokenizer or spec.target.path,
-        "trust_remote_code": spec.target.trust_remote_code,
-        "dtype": spec.engine.dtype,
-        "tensor_parallel_size": spec.engine.tensor_parallel,
-        "max_model_len": spec.engine.max_model_len,
-        "max_num_seqs": spec.engine.max_num_seqs,
+    engine, target = spec.engine, spec.target
+    kwargs = engine.model_dump(include=SAME_IN_VLLM) | {
+        "model": target.path,
+        "tokenizer": target.tokenizer or target.path,
+        "trust_remote_code": target.trust_remote_code,
+        "tensor_parallel_size": engine.tensor_parallel,
         "max_num_batched_tokens": batched_tokens(spec),
         "block_size": spec.block_size,
         "enable_chunked_prefill": chunks_prefill(spec),
-        "gpu_memory_utilization": spec.engine.gpu_memory_utilization,
-        "kv_cache_memory_bytes": spec.engine.kv_cache_bytes,
-        "enforce_eager": spec.engine.enforce_eager,
-        "enable_prefix_caching": spec.engine.prefix_caching,
-        "load_format": spec.engine.load_format,
+        "kv_cache_memory_bytes": engine.kv_cache_bytes,
+        "enable_prefix_caching": engine.prefix_caching,
+        "load_format": engine.load_format,
         "language_model_only": facts.is_multimodal,
         "seed": spec.seed,
         "use_tqdm_on_load": False,
         "disable_log_stats": spec.purpose != "serve",
         "worker_cls": "eagle3_train.engines.hooks.TappingWorker",
         "worker_extension_cls": "eagle3_train.engines.worker.WorkerExtension",
-        "additional_config": {"tap_by_hooks": spec.target.tap_by_hooks},
+        "additional_config": {"tap_by_hooks": target.tap_by_hooks},
     }
-    if spec.engine.tensor_parallel > 1:
+    if engine.tensor_parallel > 1:
         kwargs["distributed_executor_backend"] = "mp"
     if versions.on_cpu():
-        kwargs["kv_cache_memory_bytes"] = spec.engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
-        if spec.engine.dtype == "auto":  # its CPU kernels are only trusted in float32
+        kwargs["kv_cache_memory_bytes"] = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
+        if engine.dtype == "auto":  # its CPU kernels are only trusted in float32
             kwargs["dtype"] = "float32"
         if facts.mla is not None:  # the C++ RoPE op rotates MLA's keys wrongly
             kwargs["compilation_config"] = {"custom_ops": ["none"]}

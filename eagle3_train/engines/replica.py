@@ -61,7 +61,7 @@ class EngineReplica:
 
     def facts(self) -> EngineFacts:
         """What the engine says of itself."""
-        return self._engine.facts()
+        return self._engine.facts
 
     def acceptance(self) -> Acceptance:
         """Speculative counters since the engine started."""

@@ -12,6 +12,7 @@ import importlib.util
 import json
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -157,7 +158,7 @@ class _PackageSource:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.is_vllm = root.name == "vllm"
-        self._module = cache(_parse)
+        self._names = cache(_names)
         self.registry = self._vllm_registry() if self.is_vllm else self._sglang_registry()
 
     def find(self, architecture: str) -> EngineClass | None:
@@ -168,7 +169,9 @@ class _PackageSource:
         module = ".".join(file.relative_to(self.root.parent).with_suffix("").parts)
         own = next((f.read_text() for f, _ in lineage), "")
         options = [o for o in DRAFTER_OPTIONS if o in own] if "Eagle3" in architecture else []
-        ids = self._vllm_ids(lineage) if self.is_vllm else self._sglang_ids(lineage)
+        ids: LayerIds = "boundary" if any(c.name == "SupportsEagle3" for _, c in lineage) else ""
+        if not self.is_vllm:
+            ids = self._sglang_ids(lineage)
         return EngineClass(f"{module.removesuffix('.__init__')}.{name}", ids, tuple(options))
 
     def _vllm_registry(self) -> dict[str, tuple[Path, str]]:
@@ -176,7 +179,7 @@ class _PackageSource:
         found = {}
         for architecture, module, name in _ENTRY.findall((self.root / _REGISTRY).read_text()):
             package = "" if module.startswith("vllm.") else "vllm.model_executor.models."
-            if file := self._file(package + module):
+            if file := self._file(package + module, self.root):
                 found[architecture] = (file, name)
         return found
 
@@ -189,9 +192,6 @@ class _PackageSource:
                     names = [n.id for n in ast.walk(node.value) if isinstance(n, ast.Name)]
                     found.update({name: (file, name) for name in names})
         return found
-
-    def _vllm_ids(self, lineage: list[tuple[Path, ast.ClassDef]]) -> LayerIds:
-        return "boundary" if any(c.name == "SupportsEagle3" for _, c in lineage) else ""
 
     def _sglang_ids(self, lineage: list[tuple[Path, ast.ClassDef]]) -> LayerIds:
         for file, node in lineage:
@@ -220,52 +220,43 @@ class _PackageSource:
             if here in seen:
                 continue
             seen.add(here)
-            module = self._module(file)
-            if node := module.classes.get(name):
-                yield file, node
-                queue += [(file, ast.unparse(b).split("[")[0].split(".")[-1]) for b in node.bases]
-            elif name in module.aliases:
-                queue.append((file, module.aliases[name]))
-            else:
-                for source, original in module.imports.get(name, ()):
-                    if imported := self._file(source, relative_to=file):
-                        queue.append((imported, original))
+            named = self._names(file).get(name, [])
+            own = [meant for meant in named if isinstance(meant, ast.ClassDef)]
+            for meant in own[:1] or named:
+                if isinstance(meant, ast.ClassDef):
+                    yield file, meant
+                    bases = [ast.unparse(base).split("[")[0] for base in meant.bases]
+                    queue += [(file, base.split(".")[-1]) for base in bases]
+                elif source := self._file(meant[0], file):
+                    queue.append((source, meant[1]))
 
-    def _file(self, module: str, relative_to: Path | None = None) -> Path | None:
-        """Source file of a module of this package; None for other packages."""
+    def _file(self, module: str, importer: Path) -> Path | None:
+        """Source file of a module of this package as `importer` names it; None for other packages."""
         names = module.lstrip(".")
         base = self.root.parent
-        if module.startswith("."):
-            assert relative_to is not None
-            base = relative_to.parents[len(module) - len(names) - 1]
+        if dots := len(module) - len(names):
+            base = importer.parents[dots - 1]
         elif module.split(".")[0] != self.root.name:
             return None
-        path = base.joinpath(*names.split(".")) if names else base
+        path = base / names.replace(".", "/")
         files = (path.with_suffix(".py"), path / "__init__.py")
         return next((file for file in files if file.is_file()), None)
 
 
-@dataclass(frozen=True, slots=True)
-class _Module:
-    classes: dict[str, ast.ClassDef]
-    aliases: dict[str, str]
-    imports: dict[str, list[tuple[str, str]]]
-
-
-def _parse(file: Path) -> _Module:
-    module = _Module({}, {}, {})
+def _names(file: Path) -> dict[str, list[ast.ClassDef | tuple[str, str]]]:
+    """What each name of a file may stand for: a class, or (module, name) of what is imported or renamed."""
+    found: dict[str, list[ast.ClassDef | tuple[str, str]]] = defaultdict(list)
     for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.ClassDef):
-            module.classes.setdefault(node.name, node)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Name):
-            if isinstance(node.targets[0], ast.Name):
-                module.aliases[node.targets[0].id] = node.value.id
-        elif isinstance(node, ast.ImportFrom):
-            source = "." * node.level + (node.module or "")
-            for alias in node.names:
-                name = alias.asname or alias.name
-                module.imports.setdefault(name, []).append((source, alias.name))
-    return module
+        match node:
+            case ast.ClassDef():
+                found[node.name].append(node)
+            case ast.Assign(targets=[ast.Name(id=name), *_], value=ast.Name(id=meant)):
+                found[name].append((f".{file.stem}", meant))
+            case ast.ImportFrom():
+                source = "." * node.level + (node.module or "")
+                for alias in node.names:
+                    found[alias.asname or alias.name].append((source, alias.name))
+    return found
 
 
 def _convention(body: str) -> LayerIds:

@@ -151,7 +151,7 @@ def captured_answers(
         if complete.verdict == "fail":
             return answers, [], [complete]
         alone = _alone(engine, answers)
-        started = engine.facts()
+        started = engine.facts
         checks = [
             Check("engine_start", "ok", f"{started.resolved_class} in {started.start_s:.0f} s"),
             complete,
