@@ -299,7 +299,7 @@ class EvaluateConfig(Section):
     sources: tuple[str, ...] = Field(("held_out",), min_length=1)
     """Prompts to evaluate on: files, each a dataset, and `held_out`, the rollout's held-out prompts by domain."""
     num_prompts: PositiveInt = 80
-    """Prompts per domain."""
+    """Prompts per domain at most; those of a file are spread evenly over it."""
     sampling: SamplingConfig = SamplingConfig()
     """How the target answers while measured."""
     num_speculative_tokens: PositiveInt = 3

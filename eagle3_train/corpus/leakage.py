@@ -6,42 +6,56 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from itertools import accumulate, chain
 
 from eagle3_train.records import Prompt
 
 WORD = re.compile(r"\w+")
 NGRAM = 13
 LEAK_SHARE = 0.3
+Words = tuple[str, ...]
 
 
-def find_leaks(train: Iterable[str], evaluation: Sequence[Prompt]) -> set[str]:
-    """Ids of the evaluation prompts that a training prompt (its messages_json) repeats, or 30 % of their 13-grams.
+def find_leaks(train: Iterable[str], evaluation: Sequence[Prompt]) -> tuple[set[str], set[str]]:
+    """Ids of the evaluation prompts that a training conversation (its messages_json) repeats, and of those of which
+    it repeats a follow-up.
 
-    Compared are the words of the user turns, case and punctuation aside.
+    Compared are the words of the user turns, case and punctuation aside. A prompt, and each follow-up by itself, is
+    repeated when 30 % of its 13-grams are, or when all that the user said up to there is, or is one training turn.
     """
-    texts = {prompt.id: _words(prompt.messages_json) for prompt in evaluation}
-    same = {words: id for id, words in texts.items()}
-    grams = {id: _ngrams(words) for id, words in texts.items()}
-    owners: dict[tuple[str, ...], list[str]] = {}
-    for id, found in grams.items():
-        for gram in found:
-            owners.setdefault(gram, []).append(id)
-    leaks: set[str] = set()
+    same: dict[Words, list[tuple[str, int]]] = {}
+    owners: dict[Words, list[tuple[str, int]]] = {}
+    sizes: dict[tuple[str, int], int] = {}
+    for prompt in evaluation:
+        said, followups = _turns(prompt.messages_json)
+        turns = [tuple(chain(*said)), *followups]
+        for number, (words, everything) in enumerate(zip(turns, accumulate(turns), strict=True)):
+            turn, grams = (prompt.id, number), _ngrams(words)
+            sizes[turn] = len(grams)
+            for found, keys in ((same, {everything} if words else ()), (owners, grams)):
+                for key in keys:
+                    found.setdefault(key, []).append(turn)
+    leaks: set[tuple[str, int]] = set()
     for messages in train:
-        words = _words(messages)
-        if words and words in same:
-            leaks.add(same[words])
-        shared = Counter(id for gram in _ngrams(words) for id in owners.get(gram, []))
-        leaks.update(id for id, count in shared.items() if count / len(grams[id]) >= LEAK_SHARE)
-    return leaks
+        trained = [*chain(*_turns(messages))]
+        for words in {*trained, *accumulate(trained)}:
+            leaks.update(same.get(words, ()))
+        grams = _ngrams(tuple(chain(*trained)))
+        shared = Counter(turn for gram in grams for turn in owners.get(gram, ()))
+        leaks.update(turn for turn, count in shared.items() if count / sizes[turn] >= LEAK_SHARE)
+    return {id for id, number in leaks if not number}, {id for id, number in leaks if number}
 
 
-def _words(messages_json: str) -> tuple[str, ...]:
-    """Lower-case words of all user turns, follow-ups included."""
+def _turns(messages_json: str) -> tuple[list[Words], list[Words]]:
+    """Lower-case words of the user turns: those that were asked, those that follow."""
     content = json.loads(messages_json) or {"messages": [], "followups": []}
-    turns = [m["content"] for m in content["messages"] if m["role"] == "user"]
-    return tuple(WORD.findall(" ".join([*turns, *content["followups"]]).casefold()))
+    asked = [m["content"] for m in content["messages"] if m["role"] == "user"]
+    return [_words(text) for text in asked], [_words(text) for text in content["followups"]]
 
 
-def _ngrams(words: tuple[str, ...]) -> set[tuple[str, ...]]:
+def _words(text: str) -> Words:
+    return tuple(WORD.findall(text.casefold()))
+
+
+def _ngrams(words: Words) -> set[Words]:
     return {words[start : start + NGRAM] for start in range(len(words) - NGRAM + 1)}

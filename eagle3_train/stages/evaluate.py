@@ -91,7 +91,7 @@ def compose(
     plain: Measured,
     served: dict[str, Measured],
     walks: dict[str, Walks],
-    leaks: list[str],
+    leaks: Json,
 ) -> Json:
     """evaluation.json: rows, pooled figures of each drafter at the first concurrency, estimates, alarms."""
     temperature, facts = config.evaluate.sampling.temperature, plain.facts
@@ -217,9 +217,9 @@ def alarms(result: Json, first: int) -> list[str]:
         found.append(
             f"sampled answers with and without drafter are not of one distribution (p = {agrees:.4f})"
         )
-    if leaks := result["leaked"]:
-        found.append(
-            f"{len(leaks)} of {result['trained']['prompts']} prompts resemble training prompts: "
-            + ", ".join(leaks[:5])
-        )
+    found += [
+        f"{len(ids)} of {one['of']} {kind} resemble training prompts: {', '.join(ids[:5])}"
+        for kind, one in result["leaked"].items()
+        if (ids := one["leaked"])
+    ]
     return found

@@ -23,6 +23,7 @@ import ray
 from pydantic import TypeAdapter
 
 from eagle3_train.config import JobConfig
+from eagle3_train.corpus.benchmark import HELD_OUT
 from eagle3_train.corpus.read import fingerprint
 from eagle3_train.drafter.checkpoint_format import read_config
 from eagle3_train.engines.pool import close_pool, spec_for, start_pool
@@ -30,7 +31,7 @@ from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.records import EngineFacts, Generation, Prompt
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log
-from eagle3_train.stages.evaluate_prompts import HELD_OUT, Prompts, requests, with_followups
+from eagle3_train.stages.evaluate_prompts import Prompts, requests, with_followups
 from eagle3_train.stages.evaluate_statistics import Answer, Measurement, Timed, Tokens
 
 Datasets = dict[str, Measurement]

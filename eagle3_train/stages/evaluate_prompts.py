@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from eagle3_train.config import JobConfig
+from eagle3_train.corpus.benchmark import HELD_OUT, answer_room, benchmark_prompts
 from eagle3_train.corpus.conversation import Conversation
 from eagle3_train.corpus.leakage import find_leaks
-from eagle3_train.corpus.load import load_prompts
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.corpus.split import is_held_out
 from eagle3_train.corpus.table import read_messages, read_samples
@@ -25,11 +26,11 @@ Prompts = dict[str, list[Prompt]]
 """Dataset -> prompts."""
 
 
-HELD_OUT = "held_out"
-
-
 def evaluation_prompts(config: JobConfig) -> Prompts:
-    """Dataset -> at most evaluate.num_prompts prompts: each file of the sources, the held-out ones by domain."""
+    """Dataset -> at most evaluate.num_prompts prompts: each file of the sources, the held-out ones by domain.
+
+    A file may be sorted by topic, so what is taken of it is spread evenly over it.
+    """
     limit, found = config.evaluate.num_prompts, Prompts()
     # Held-out domains first: a file that is called like one of them is refused below.
     for source in sorted(config.evaluate.sources, key=lambda source: source != HELD_OUT):
@@ -42,14 +43,7 @@ def evaluation_prompts(config: JobConfig) -> Prompts:
             raise ValueError(
                 f"evaluate.sources: {source} is the second dataset called {name}; rename the file"
             )
-        read = {
-            "sources": (source,),
-            "limit": limit,
-            "max_len": config.engine.max_model_len,
-            "min_yield": 0.0,  # what does not fit is counted, and no reason to stop here
-        }
-        corpus = config.corpus.model_copy(update=read)
-        found[name], _ = load_prompts(corpus, renderer_of(config))
+        found[name] = spread(benchmark_prompts(config, source, renderer_of(config)), limit)
     kept = {name: _fitting(config, name, prompts)[:limit] for name, prompts in found.items()}
     kept = {name: prompts for name, prompts in kept.items() if prompts}
     if not kept:
@@ -58,6 +52,12 @@ def evaluation_prompts(config: JobConfig) -> Prompts:
             f"{config.corpus.held_out_fraction}"
         )
     return kept
+
+
+def spread(prompts: Sequence[Prompt], limit: int) -> list[Prompt]:
+    """All of them, or `limit` at even distances."""
+    count = min(limit, len(prompts))
+    return [prompts[number * len(prompts) // count] for number in range(count)]
 
 
 def _held_out(config: JobConfig) -> Iterator[Prompt]:
@@ -73,15 +73,15 @@ def _held_out(config: JobConfig) -> Iterator[Prompt]:
 
 def _fitting(config: JobConfig, name: str, prompts: Sequence[Prompt]) -> list[Prompt]:
     """Prompts that leave room for an answer of full length."""
-    room = config.engine.max_model_len - config.evaluate.sampling.max_new_tokens
+    room = answer_room(config)
     fitting = [prompt for prompt in prompts if len(prompt.input_ids) <= room]
     if too_long := len(prompts) - len(fitting):
         log.warning("evaluate: %d prompts of %s exceed %d tokens", too_long, name, room)
     return fitting
 
 
-def leaked(config: JobConfig, prompts: Prompts) -> list[str]:
-    """Ids of evaluation prompts that training prompts repeat, at least in part."""
+def leaked(config: JobConfig, prompts: Prompts) -> dict[str, dict[str, Any]]:
+    """Of the prompts, and of those with follow-ups: how many there are, and ids of what training repeats in part."""
     folder = RunDir(config.run_path).samples
     trained = [
         messages
@@ -89,7 +89,9 @@ def leaked(config: JobConfig, prompts: Prompts) -> list[str]:
         if not is_held_out(id, config.corpus.held_out_fraction)
     ]
     everything = [prompt for group in prompts.values() for prompt in group]
-    return sorted(find_leaks(trained, everything))
+    of = {"prompts": everything, "follow-ups": [p for p in everything if _followups(p)]}
+    leaks = dict(zip(of, find_leaks(trained, everything), strict=True))
+    return {kind: {"of": len(of[kind]), "leaked": sorted(leaks[kind])} for kind in of}
 
 
 def with_followups(

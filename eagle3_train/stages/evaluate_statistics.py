@@ -14,6 +14,8 @@ from eagle3_train.drafter.walk import Acceptance
 
 LOOP_MIN_TOKENS = 32
 LOOP_BIGRAMS = 0.5  # of an ordinary 128-token answer, about 0.9 of the bigrams are distinct
+LOOP_PERIOD = 64
+LOOP_REPEATS = 3
 DRAWS = 2000
 LEAST = 5  # of fewer, a bootstrap interval is far too narrow
 
@@ -144,12 +146,24 @@ def distinct_bigrams(answers: Sequence[Sequence[int]]) -> float | None:
 
 
 def looping(answers: Sequence[Sequence[int]]) -> float:
-    """Share of the answers that run in a loop: at least 32 tokens, fewer than half their bigrams distinct."""
+    """Share of the answers that run in a loop: those of 32 tokens or more that end in one, or whose bigrams are
+    distinct by less than half."""
     loops = [
-        len(answer) >= LOOP_MIN_TOKENS and (distinct_bigrams([answer]) or 0.0) < LOOP_BIGRAMS
+        len(answer) >= LOOP_MIN_TOKENS
+        and (ends_in_a_loop(answer) or (distinct_bigrams([answer]) or 0.0) < LOOP_BIGRAMS)
         for answer in answers
     ]
     return sum(loops) / max(len(loops), 1)
+
+
+def ends_in_a_loop(answer: Sequence[int]) -> bool:
+    """Whether the end, 32 tokens or more, says the same 64 tokens or fewer three times or more, however late it begins."""
+    for period in range(1, LOOP_PERIOD + 1):
+        size = max(LOOP_MIN_TOKENS, LOOP_REPEATS * period)
+        tail = answer[-size:]
+        if len(tail) == size and tail[period:] == tail[:-period]:
+            return True
+    return False
 
 
 def conditional(per_position: Sequence[float]) -> list[float]:

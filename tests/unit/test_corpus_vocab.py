@@ -161,4 +161,42 @@ def test_leaks_are_found_through_case_punctuation_and_padding() -> None:
         ("hi!", {"tiny"}),
         ("???", set()),
     ):
-        assert find_leaks([prompt("trained", trained).messages_json], exams) == leaked
+        assert find_leaks([prompt("trained", trained).messages_json], exams) == (leaked, set())
+
+
+OPENINGS = [f"Tell me of {thing}, please." for thing in ("tides", "moths", "lamps", "bread")]
+REWRITE = "Now take your answer and write it again as a ballad for a child who sleeps at noon"
+
+
+def said(*turns: str, asked: int = 1) -> str:
+    """A conversation whose first `asked` turns are answered, and the others follow."""
+    messages = [
+        {"role": role, "content": text} for text in turns[:asked] for role in ("user", "tool")
+    ]
+    return json.dumps({"messages": messages, "tools": None, "followups": turns[asked:]})
+
+
+def test_first_turns_and_follow_ups_leak_apart() -> None:
+    """Short first turns have no 13-gram, and a long follow-up must not hide that they are the same."""
+    exams = [
+        replace(prompt(opening, ""), messages_json=said(opening, f"{REWRITE} {opening}"))
+        for opening in OPENINGS
+    ]
+    ids = set(OPENINGS)
+    assert find_leaks([said(opening.upper()) for opening in OPENINGS], exams) == (ids, set())
+    assert find_leaks([said(OPENINGS[0], f"{REWRITE} {OPENINGS[0]}")], exams)[0] == {OPENINGS[0]}
+    assert find_leaks([said("Hello", OPENINGS[1], asked=2)], exams) == ({OPENINGS[1]}, set())
+    assert find_leaks([said(REWRITE)], exams) == (set(), ids)
+
+
+def test_a_short_follow_up_leaks_only_with_what_it_follows() -> None:
+    exam = replace(prompt("exam", ""), messages_json=said(OPENINGS[0], "Why?"))
+    assert find_leaks([said(OPENINGS[1], "Why?")], [exam]) == (set(), set())
+    for asked in (1, 2):
+        trained = said(OPENINGS[0], "why", asked=asked)
+        assert find_leaks([trained], [exam]) == ({"exam"}, {"exam"})
+
+
+def test_two_prompts_of_the_same_words_leak_both() -> None:
+    exams = [prompt("one", OPENINGS[0]), prompt("two", OPENINGS[0].upper())]
+    assert find_leaks([said(OPENINGS[0])], exams)[0] == {"one", "two"}

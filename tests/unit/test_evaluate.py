@@ -13,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from eagle3_train.config import JobConfig
+from eagle3_train.corpus.account import CorpusError
 from eagle3_train.corpus.conversation import Conversation
 from eagle3_train.corpus.split import is_held_out
 from eagle3_train.corpus.table import write_shard
@@ -110,7 +111,7 @@ def composed(
         measured(plain, facts=replace(FACTS, **facts)),
         {"trained": measured(served)},
         {"trained": walked or walks()},
-        [],
+        {},
     )
 
 
@@ -178,7 +179,7 @@ def test_a_concurrency_without_a_plain_pass_has_acceptance_but_no_speedup(
     config: JobConfig,
 ) -> None:
     served = {"trained": measured(passed()), "untrained": measured(passed(), count=8)}
-    untrained = evaluate.compose(config, measured(plainly()), served, {}, [])["untrained"]
+    untrained = evaluate.compose(config, measured(plainly()), served, {}, {})["untrained"]
     assert (untrained["concurrency"], untrained["speedup"]) == (8, None)
     assert (untrained["acceptance_length"], untrained["lossless"]) == (1.95, True)
 
@@ -216,9 +217,9 @@ def test_sampled_answers_of_another_distribution_alarm(config: JobConfig) -> Non
     other, same = (
         {"trained": measured(passed(), sampled=[[(1, token)] * 20] * 4)} for token in (3, 2)
     )
-    found = evaluate.compose(config, plain, other, {}, [])
+    found = evaluate.compose(config, plain, other, {}, {})
     assert "not of one distribution" in found["alarms"][0]
-    assert evaluate.compose(config, plain, same, {}, [])["sampled_agreement"] == 1.0
+    assert evaluate.compose(config, plain, same, {}, {})["sampled_agreement"] == 1.0
 
 
 def test_loops_alarm(config: JobConfig) -> None:
@@ -228,8 +229,12 @@ def test_loops_alarm(config: JobConfig) -> None:
 
 def test_prompts_that_leak_from_training_alarm(config: JobConfig) -> None:
     served = {"trained": measured(passed())}
-    found = evaluate.compose(config, measured(plainly()), served, {}, ["p1", "p3"])
-    assert found["alarms"] == ["2 of 4 prompts resemble training prompts: p1, p3"]
+    leaks = {
+        "prompts": {"of": 2, "leaked": ["p1", "p3"]},
+        "follow-ups": {"of": 2, "leaked": []},
+    }
+    found = evaluate.compose(config, measured(plainly()), served, {}, leaks)
+    assert found["alarms"] == ["2 of 2 prompts resemble training prompts: p1, p3"]
 
 
 def test_another_drafter_is_compared_on_the_same_prompts(config: JobConfig) -> None:
@@ -237,7 +242,7 @@ def test_another_drafter_is_compared_on_the_same_prompts(config: JobConfig) -> N
     better = replace(passed(prompts=5), answers=answers)
     served = {"trained": measured(better), "other": measured(passed(prompts=5))}
     plain = measured(plainly(prompts=5))
-    found = evaluate.compose(config, plain, served, {}, [])["difference_to_other"]
+    found = evaluate.compose(config, plain, served, {}, {})["difference_to_other"]
     assert found.keys() == {"gsm8k", "all"}
     assert found["all"]["difference"] == pytest.approx(0.5)
     assert found["all"]["interval"] == pytest.approx([0.5, 0.5])
@@ -316,6 +321,29 @@ def test_a_prompt_that_is_too_long_is_left_out_and_ends_nothing(
     assert "one" in prompt.messages_json
 
 
+def test_prompts_are_spread_evenly_over_a_file_sorted_by_topic(
+    config: JobConfig, tmp_path: Path
+) -> None:
+    questions = [
+        f"{topic} {number}" for topic in ("writing", "maths", "law") for number in range(5)
+    ]
+    job = with_files(config, tmp_path, {"test.jsonl": questions})
+    taken = [
+        json.loads(prompt.messages_json)["messages"][0]["content"]
+        for prompt in evaluate_prompts.evaluation_prompts(job)["test"]
+    ]
+    assert taken == ["writing 0", "maths 0", "law 0"]
+    all_of_it = job.evaluate.model_copy(update={"num_prompts": 99})
+    found = evaluate_prompts.evaluation_prompts(job.model_copy(update={"evaluate": all_of_it}))
+    assert len(found["test"]) == len(questions)
+
+
+def test_a_file_without_a_prompt_that_fits_is_named(config: JobConfig, tmp_path: Path) -> None:
+    job = with_files(config, tmp_path, {"test.jsonl": ["word " * 400], "good.jsonl": ["one"]})
+    with pytest.raises(CorpusError, match=r"0 of 1 rows of .*test.jsonl.*\n.*prompt_too_long"):
+        evaluate_prompts.evaluation_prompts(job)
+
+
 def test_answers_are_packed_in_order_and_a_long_one_gets_a_pack_of_its_own() -> None:
     answers = [Answer(str(n), PROMPT[:n], (0,)) for n in (3, 4, 2, 9, 1, 1)]
     assert [[len(answer.prompt_ids) for answer in pack] for pack in packed(answers, 8)] == [
@@ -350,11 +378,12 @@ def test_a_held_out_prompt_that_resembles_a_training_prompt_is_named(config: Job
     samples = rollout(config, [f"{common} {number}" for number in range(24)])
     held = [id for id in samples if is_held_out(id, 0.5)]
     prompts = evaluate_prompts.evaluation_prompts(config)
-    assert (
-        set(evaluate_prompts.leaked(config, prompts))
-        == {p.id for p in prompts["general"]}
-        <= set(held)
-    )
+    ids = sorted(prompt.id for prompt in prompts["general"])
+    assert set(ids) <= set(held)
+    assert evaluate_prompts.leaked(config, prompts) == {
+        "prompts": {"of": 3, "leaked": ids},
+        "follow-ups": {"of": 0, "leaked": []},
+    }
 
 
 def test_nothing_held_out_is_an_error_that_says_what_to_do(config: JobConfig) -> None:

@@ -34,6 +34,24 @@ def test_a_loop_is_long_and_repetitive() -> None:
     assert looping([[1, 2] * 20, list(range(40)), [1, 1, 1]]) == pytest.approx(1 / 3)
 
 
+VARIED = list(range(100, 400))
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 11, 40, 64])
+def test_a_loop_that_begins_late_is_seen(period: int) -> None:
+    said = list(range(period))
+    loop = (said * 40)[: max(32, 3 * period)]
+    assert looping([VARIED + loop]) == 1.0
+    assert looping([VARIED + loop[1:]]) == 0.0  # one token less does not count yet
+    assert looping([VARIED + loop + [7]]) == 0.0  # the answer got out of it
+
+
+def test_long_texts_that_repeat_and_lists_that_advance_are_no_loops() -> None:
+    stanza = list(range(65))
+    assert looping([VARIED + stanza * 3]) == 0.0
+    assert looping([[token for n in range(30) for token in (n, 900, 901)]]) == 0.0
+
+
 def test_conditional_acceptance_multiplies_back_to_the_unconditional_one() -> None:
     per_position = [0.6, 0.3, 0.12]
     assert np.cumprod(conditional(per_position)) == pytest.approx(per_position)
