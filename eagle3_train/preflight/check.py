@@ -11,7 +11,7 @@ Verdict = Literal["ok", "warn", "fail"]
 _WIDTH = 110
 _NAMES = """
 target engine_class remote_code capture serve_sglang boundaries head weights corpus tokenizer chat_template
-draft_vocabulary rope drafter drafter_width fp8 positions tensor_parallel
+draft_vocabulary evaluate_sources rope drafter drafter_width fp8 positions tensor_parallel evaluate_against
 plan bytes_per_token stream_budget placement engine_memory trainer_memory disk package_size rates
 versions object_store engine_start states batched decoded teacher_parity chunked_prefill prefix_hit
 drafter_start lossless draft_parity live_time

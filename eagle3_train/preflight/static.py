@@ -10,6 +10,7 @@ from eagle3_train.config import JobConfig
 from eagle3_train.engines.resolve import EngineIndex, Resolution, resolve_target
 from eagle3_train.preflight.check import Check, attempt
 from eagle3_train.preflight.drafter import boundaries, drafter, positions, rope
+from eagle3_train.preflight.evaluation import evaluate_against
 from eagle3_train.preflight.text import corpus, own_code, tokenizer
 from eagle3_train.target.facts import INDEX, TargetFacts
 from eagle3_train.target.weights import locate_frozen, refuse_nonlinear_head
@@ -38,6 +39,7 @@ def static_checks(
         *drafter(config, facts, engines),
         positions(config, facts),
         tensor_parallel(config, facts),
+        evaluate_against(config, facts),
     ]
 
 

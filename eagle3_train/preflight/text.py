@@ -12,6 +12,7 @@ from eagle3_train.corpus.read import data_files
 from eagle3_train.corpus.render import Renderer, load_tokenizer
 from eagle3_train.corpus.vocab import DraftVocab
 from eagle3_train.preflight.check import Check, attempt
+from eagle3_train.preflight.evaluation import evaluate_sources
 from eagle3_train.rundir import RunDir, reading
 from eagle3_train.target.facts import TargetFacts, code_map
 
@@ -40,13 +41,14 @@ def corpus(config: JobConfig) -> Check:
 
 
 def tokenizer(config: JobConfig, facts: TargetFacts) -> list[Check]:
-    """Tokenizer, chat template and draft vocabulary: present, the target's own, and of one age."""
+    """Tokenizer, chat template, draft vocabulary and evaluation's prompts: present, the target's own, and of one age."""
     directory = Path(config.target.tokenizer or facts.path)
     if not _has_tokenizer(directory):
         reason = f"{directory} holds no tokenizer"
+        missing = Check("tokenizer", "fail", reason, "set target.tokenizer")
         if facts.weight_bytes is None:
-            return [Check("tokenizer", "warn", reason, "unchecked until it is downloaded")]
-        return [Check("tokenizer", "fail", reason, "set target.tokenizer")]
+            missing = Check("tokenizer", "warn", reason, "unchecked until it is downloaded")
+        return [missing, evaluate_sources(config, None)]
     try:
         renderer = Renderer.load(
             str(directory), config.target.trust_remote_code, config.corpus.template_kwargs
@@ -56,11 +58,12 @@ def tokenizer(config: JobConfig, facts: TargetFacts) -> list[Check]:
         code = own_code(directory, "AutoConfig", "AutoTokenizer")
         if code and not config.target.trust_remote_code:
             fix = f"read {code}, then set target.trust_remote_code=true; or {fix}"
-        return [Check("tokenizer", "fail", str(error), fix)]
+        return [Check("tokenizer", "fail", str(error), fix), evaluate_sources(config, None)]
     return [
         _same_tokenizer(renderer, config, facts),
         _template(renderer),
         draft_vocabulary(config, facts, renderer),
+        evaluate_sources(config, renderer),
     ]
 
 

@@ -20,6 +20,7 @@ from eagle3_train.config import JobConfig
 from eagle3_train.drafter.checkpoint_format import read_config
 from eagle3_train.drafter.model_card import write_card
 from eagle3_train.drafter.walk import Acceptance
+from eagle3_train.preflight.evaluation import fitting
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log, read_metrics
 from eagle3_train.stages.evaluate_engine import (
@@ -39,6 +40,7 @@ from eagle3_train.stages.evaluate_statistics import (
     served_row,
 )
 from eagle3_train.stages.evaluate_walk import Walks, walk_answers_of
+from eagle3_train.target.facts import read_facts
 
 Json = dict[str, Any]
 
@@ -56,12 +58,12 @@ def run(config: JobConfig) -> Json:
     drafters = {"trained": paths.drafter.resolve()}
     if config.evaluate.untrained:
         drafters["untrained"] = paths.untrained_drafter.resolve()
+    for directory in drafters.values():
+        if not (directory / "config.json").is_file():
+            raise ValueError(f"no drafter in {directory}: run ray_jobs/export.py first")
     if config.evaluate.against:
         drafters["other"] = Path(config.evaluate.against).resolve()
-    for name, directory in drafters.items():
-        if not (directory / "config.json").is_file():
-            advice = "see evaluate.against" if name == "other" else "run ray_jobs/export.py first"
-            raise ValueError(f"no drafter in {directory}: {advice}")
+        fitting(drafters["other"], config, read_facts(config.target.path))
     inputs = {name: depends_on(config, directory) for name, directory in drafters.items()}
     if paths.evaluation.is_file():
         done: Json = json.loads(paths.evaluation.read_text())
