@@ -42,7 +42,7 @@ def boundaries(config: JobConfig, facts: TargetFacts, engines: Sequence[Resoluti
         where = next((where for where, refused in refusals.items() if refused), None)
         if aux[0] == 0 and where:
             raise ValueError(f"boundary 0 (the embeddings) cannot be tapped {where}")
-        trained = _initial_boundaries(config, facts.num_layers)
+        trained = _initial_boundaries(config, facts)
         if trained not in (None, aux):
             raise ValueError(
                 f"drafter.init_from was trained on boundaries {trained}, this job would feed it {aux}"
@@ -59,13 +59,16 @@ def boundaries(config: JobConfig, facts: TargetFacts, engines: Sequence[Resoluti
     return Check("boundaries", "ok", reason)
 
 
-def _initial_boundaries(config: JobConfig, num_layers: int) -> tuple[int, ...] | None:
-    """Boundaries of the warm-start checkpoint; None without one."""
+def _initial_boundaries(config: JobConfig, facts: TargetFacts) -> tuple[int, ...] | None:
+    """Boundaries of the warm-start checkpoint, which must have the drafter's shape; None without one."""
     if config.drafter.init_from is None:
         return None
     directory = Path(config.drafter.init_from)
     with reading(directory):
-        return resolve_boundaries(read_checkpoint(directory).boundaries, num_layers)[:-1]
+        spec = drafter_spec(facts, config.drafter)
+        return resolve_boundaries(read_checkpoint(directory, spec).boundaries, facts.num_layers)[
+            :-1
+        ]
 
 
 def rope(facts: TargetFacts) -> Check:

@@ -109,6 +109,15 @@ def test_another_drafter_of_this_target_may_differ_in_what_is_its_own(target, tm
     assert "5 tokens, reading layers (1, 3, 6)" in check.reason
 
 
+def test_a_warm_start_of_another_shape_is_refused_before_the_rollout(target, tmp_path):
+    theirs = {"draft_vocab_size": 5}
+    begin = other(config(tmp_path, drafter=theirs), tmp_path / "other")
+    same = checked(tmp_path, "boundaries", drafter={"init_from": str(begin), **theirs})
+    assert same.verdict == "ok"
+    check = checked(tmp_path, "boundaries", drafter={"init_from": str(begin)})
+    assert (check.verdict, "draft_vocab_size: 5 there, 12 here" in check.reason) == ("fail", True)
+
+
 FOREIGN = {
     "a config.json": None,
     "hidden_size 16, not 32": {"hidden_size": 32},
