@@ -12,14 +12,14 @@ from pathlib import Path
 
 from eagle3_train.config import JobConfig
 from eagle3_train.corpus.account import CorpusError, Unusable
-from eagle3_train.corpus.benchmark import HELD_OUT, benchmark_prompts
+from eagle3_train.corpus.benchmark import HELD_OUT, answer_room, benchmark_prompts
 from eagle3_train.corpus.conversation import Conversation, parse_row
 from eagle3_train.corpus.leakage import find_leaks
 from eagle3_train.corpus.read import data_files, read_rows
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.corpus.split import is_held_out
 from eagle3_train.drafter.checkpoint import read_checkpoint
-from eagle3_train.preflight.check import Check
+from eagle3_train.preflight.check import Check, attempt
 from eagle3_train.rundir import reading
 from eagle3_train.target.facts import TargetFacts, resolve_boundaries
 
@@ -34,6 +34,9 @@ def evaluate_sources(config: JobConfig, renderer: Renderer | None) -> Check:
     if not files and not config.corpus.held_out_fraction:
         fix = "raise corpus.held_out_fraction, or name files in evaluate.sources"
         return Check(name, "warn", "no prompt to evaluate on: nothing is held out", fix)
+    if not local and answer_room(config) < 1:
+        reason = "no prompt to evaluate on: answers fill engine.max_model_len"
+        return Check(name, "warn", reason, "lower evaluate.sampling.max_new_tokens")
     if not local:
         return Check(name, "ok", "no local file: " + ", ".join(config.evaluate.sources))
     try:
@@ -59,27 +62,21 @@ def _trained(config: JobConfig) -> Iterator[str]:
     local = [source for source in config.corpus.sources if "://" not in source]
     with suppress(CorpusError):  # the corpus check names it
         for row in islice(read_rows(local), LEAK_ROWS):
+            if isinstance(row.fields, Unusable):
+                continue
             with suppress(Unusable):
-                said = (
-                    None
-                    if isinstance(row.fields, Unusable)
-                    else parse_row(row.fields, config.corpus)
-                )
-                if isinstance(said, Conversation) and not is_held_out(
-                    said.id, config.corpus.held_out_fraction
-                ):
+                said = parse_row(row.fields, config.corpus)
+                held_out = is_held_out(said.id, config.corpus.held_out_fraction)
+                if isinstance(said, Conversation) and not held_out:
                     yield said.to_json()
 
 
 def evaluate_against(config: JobConfig, facts: TargetFacts) -> Check:
     """Whether the other drafter can be read and served for this target."""
-    name, directory = "evaluate_against", config.evaluate.against
-    if directory is None:
-        return Check(name, "ok", "no other drafter is measured")
-    try:
-        return Check(name, "ok", fitting(Path(directory), config, facts))
-    except ValueError as error:
-        return Check(name, "fail", str(error), "name a drafter of this target in evaluate.against")
+    if (against := config.evaluate.against) is None:
+        return Check("evaluate_against", "ok", "no other drafter is measured")
+    fix = "name a drafter of this target in evaluate.against"
+    return attempt("evaluate_against", fix, lambda: fitting(Path(against), config, facts))
 
 
 def fitting(directory: Path, config: JobConfig, facts: TargetFacts) -> str:

@@ -87,6 +87,8 @@ def test_prompts_that_the_corpus_trains_on_warn(target, tmp_path):
 def test_nothing_to_evaluate_on_warns_and_urls_are_not_looked_at(target, tmp_path):
     none = checked(tmp_path, "evaluate_sources", corpus={"held_out_fraction": 0.0})
     assert (none.verdict, "nothing is held out" in none.reason) == ("warn", True)
+    full = checked(tmp_path, "evaluate_sources", engine={"max_model_len": 256})
+    assert (full.verdict, "answers fill" in full.reason) == ("warn", True)
     url = {"sources": ["https://nowhere.invalid/asked.jsonl"]}
     assert checked(tmp_path, "evaluate_sources", evaluate=url).verdict == "ok"
 
