@@ -14,8 +14,8 @@ from eagle3_train.drafter.walk import Acceptance
 
 LOOP_MIN_TOKENS = 32
 LOOP_BIGRAMS = 0.5  # of an ordinary 128-token answer, about 0.9 of the bigrams are distinct
-LOOP_PERIOD = 64
-LOOP_REPEATS = 3
+LOOP_PERIOD = 64  # tokens at most of what an answer ends in saying again and again
+LOOP_REPEATS = 3  # times at least
 DRAWS = 2000
 LEAST = 5  # of fewer, a bootstrap interval is far too narrow
 
