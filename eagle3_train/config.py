@@ -22,10 +22,15 @@ from pydantic import (
 StateType = Literal["bfloat16", "float32", "float8_e4m3fn"]
 
 
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Section(BaseModel):
     """Base of every section: unknown keys are errors, values never change after load."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
 
 
 def _absolute(path: str) -> str:
@@ -219,7 +224,7 @@ class TrainConfig(Section):
     """Share of the optimiser steps spent warming up."""
     weight_decay: NonNegativeFloat = 0.0
     """AdamW decay."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Share, Share] = (0.9, 0.95)
     """AdamW moments."""
     grad_clip: PositiveFloat = 0.5
     """Largest gradient norm."""

@@ -236,8 +236,8 @@ def _imported_vocabulary(
 
 
 def _check_same(directory: Path, found: DrafterSpec, wanted: DrafterSpec) -> None:
-    """How far positions reach may differ, what the weights are may not."""
-    free = ("max_position_embeddings", "rope")
+    """How far positions reach and the norms' epsilon may differ, what the weights are may not."""
+    free = ("max_position_embeddings", "rope", "rms_norm_eps")
     differing = [
         f"{f.name}: {getattr(found, f.name)} there, {getattr(wanted, f.name)} here"
         for f in fields(wanted)

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 4096
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 @triton.jit
@@ -102,7 +103,7 @@ def _terms(log_p, log_q, KIND: tl.constexpr):
     if KIND == "reverse_kl":
         return log_q - log_p, q * (log_q - log_p), kl
     elif KIND == "jsd":
-        log_m = tl.log((p + q) * 0.5)
+        log_m = tl.log(tl.maximum((p + q) * 0.5, _TINY))
         return 0.5 * (log_q - log_m), 0.5 * (p * (log_p - log_m) + q * (log_q - log_m)), kl
     elif KIND == "lk_alpha":
         return tl.where(q < p, -1.0, 0.0), tl.minimum(p, q), kl
@@ -135,6 +136,7 @@ def _divergence(
         divergence += tl.sum(tl.where(inside, kl, 0.0), 0)
     share, gain = 0.0, weight
     if KIND == "lk_alpha":
+        value = tl.maximum(value, _TINY)
         gain = weight / value
         value = -tl.log(value)
     if KIND == "lk_lambda":

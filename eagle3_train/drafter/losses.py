@@ -205,6 +205,10 @@ def _through_softmax(q: Tensor, d_q: Tensor) -> Tensor:
     return q * (d_q - (q * d_q).sum(-1, keepdim=True))
 
 
+def _positive(x: Tensor) -> Tensor:
+    return x.clamp_min(torch.finfo(x.dtype).tiny)
+
+
 def _forward_kl(log_p: Tensor, log_q: Tensor) -> RowLoss:
     p = log_p.exp()
     return -(p * log_q).sum(-1), log_q.exp() - p
@@ -224,7 +228,7 @@ def _reverse_kl(log_p: Tensor, log_q: Tensor) -> RowLoss:
 
 def _jsd(log_p: Tensor, log_q: Tensor) -> RowLoss:
     p, q = log_p.exp(), log_q.exp()
-    log_m = ((p + q) / 2).log()
+    log_m = _positive((p + q) / 2).log()  # both underflow where neither model puts anything
     value = ((p * (log_p - log_m)).sum(-1) + (q * (log_q - log_m)).sum(-1)) / 2
     return value, _through_softmax(q, (log_q - log_m) / 2)
 
@@ -236,7 +240,7 @@ def _tv(log_p: Tensor, log_q: Tensor) -> RowLoss:
 
 def _lk_alpha(log_p: Tensor, log_q: Tensor) -> RowLoss:
     p, q = log_p.exp(), log_q.exp()
-    alpha = torch.minimum(p, q).sum(-1, keepdim=True)
+    alpha = _positive(torch.minimum(p, q).sum(-1, keepdim=True))
     return -alpha.log().squeeze(-1), _through_softmax(q, -(q < p).to(q.dtype) / alpha)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -73,7 +74,7 @@ def _frozen(config: JobConfig, dtype: torch.dtype, d2t: Tensor | None) -> Frozen
 def write_initial(config: JobConfig, train: list[Sample]) -> None:
     """Write the draft vocabulary and the initial weights, unless an earlier attempt has.
 
-    Raises ValueError when what was trained so far belongs to another draft vocabulary.
+    Raises ValueError when what was trained so far belongs to another draft vocabulary or warm start.
     """
     run, spec = RunDir(config.run_path), spec_of(config)
     warm = (
@@ -85,9 +86,17 @@ def write_initial(config: JobConfig, train: list[Sample]) -> None:
         vocabulary = vocab.fingerprint
         if run.initial_weights.exists():
             vocab.check_weights(run.initial_weights)
-        if not run.draft_vocab.exists():
+        if not (run.draft_vocab.exists() and run.initial_weights.exists()):
             vocab.save(run.draft_vocab)
+    origin = config.drafter.init_from or ""
     if run.initial_weights.exists():
+        with safe_open(run.initial_weights, framework="numpy") as file:
+            began = (file.metadata() or {}).get("init_from", "")
+        if began != origin:
+            raise ValueError(
+                f"drafter.init_from is {origin or 'null'}, but this run began from {began or 'null'}; give the run a new "
+                f"name, or delete {run.train_storage} and train again"
+            )
         return
     if any(run.train_storage.glob("*/checkpoint_*")):
         raise ValueError(
@@ -102,7 +111,7 @@ def write_initial(config: JobConfig, train: list[Sample]) -> None:
     run.initial_weights.parent.mkdir(parents=True, exist_ok=True)
     temporary = run.initial_weights.with_suffix(".tmp")
     weights = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
-    save_file(weights, temporary, {"vocabulary": vocabulary})
+    save_file(weights, temporary, {"vocabulary": vocabulary, "init_from": origin})
     temporary.replace(run.initial_weights)
 
 
@@ -110,9 +119,10 @@ def _vocabulary(
     config: JobConfig, spec: DrafterSpec, train: list[Sample], given: Tensor | None
 ) -> DraftVocab:
     """The run's draft vocabulary; at first a warm start's own, or the tokens supervised most often."""
-    renderer, file = renderer_of(config), RunDir(config.run_path).draft_vocab
-    if file.exists():
-        return DraftVocab.load(file, renderer.fingerprint)
+    renderer, run = renderer_of(config), RunDir(config.run_path)
+    begun = run.initial_weights.exists()
+    if run.draft_vocab.exists() and (begun or given is None):
+        return DraftVocab.load(run.draft_vocab, renderer.fingerprint)
     if given is not None:
         t2d = membership(given, spec.vocab_size).numpy()
         return DraftVocab(given.numpy(), t2d, {}, renderer.fingerprint)

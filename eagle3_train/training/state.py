@@ -12,6 +12,7 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from eagle3_train.config import JobConfig
 from eagle3_train.drafter.frozen import FrozenTarget
@@ -75,6 +76,8 @@ class TrainState:
     step: int = 0
     total_steps: int = 0
     bad_samples: int = 0
+    norms: list[Tensor] = field(default_factory=list)
+    """Gradient norm of each step since the last metrics, on the device."""
     evaluations: Evaluations = field(default_factory=Evaluations)
 
     @classmethod

@@ -26,7 +26,7 @@ from eagle3_train.training.state import TrainState
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss or a gradient is not finite; nothing was updated."""
+    """The loss or a gradient is not finite; such a step updates nothing, and what came of it is not saved."""
 
 
 class TooManyBadSamplesError(RuntimeError):
@@ -43,7 +43,9 @@ def train_step(
     """
     config, clock = state.config.train, state.clock
     step = state.step + 1
-    logged = step % config.log_every == 0
+    # Metrics come with every checkpoint too, so that none is written after a step that did not count.
+    wanted = (config.log_every, config.checkpoint_every, state.total_steps)
+    logged = any(step % every == 0 for every in wanted)
     options = LossOptions(kind=config.loss, decay=config.decay)
     tally = Tally(config.ttt_steps, state.device)
     waits, started = [], clock.mark()
@@ -62,7 +64,7 @@ def train_step(
         floor=config.min_lr_ratio,
     )
     state.optimizer.set_lr(lr)
-    grad_norm = state.optimizer.step()
+    state.norms.append(state.optimizer.step())
     state.optimizer.zero_grad()
     clock.add(window.tokens, (started, clock.mark()), waits)
     state.step = step
@@ -71,10 +73,13 @@ def train_step(
         return {}
     loss, accuracy, prefix = tally.reduce(state.ranks)
     tokens, seconds, waited, step_s = clock.read()
-    if not (math.isfinite(loss) and math.isfinite(float(grad_norm))):
+    norms = torch.stack(state.norms).tolist()
+    state.norms.clear()
+    if not (math.isfinite(loss) and all(map(math.isfinite, norms))):
         raise NonFiniteLossError(
-            f"step {step}: loss {loss}, gradient norm {float(grad_norm)} "
-            f"(samples {[pack.entries for pack in window.packs]}); nothing of this step is kept"
+            f"step {step}: loss {loss}, gradient norms of the last {len(norms)} steps {norms} "
+            f"(samples of this one {[pack.entries for pack in window.packs]}); lower train.lr, or set train.log_every=1 to "
+            "see which samples it is"
         )
     return {
         "epoch": state.ledger.count / len(state.train),
@@ -82,7 +87,7 @@ def train_step(
         "train/accuracy_k": accuracy,
         "train/prefix_accuracy_k": prefix,
         "train/lr": lr,
-        "train/grad_norm": float(grad_norm),
+        "train/grad_norm": norms[-1],
         "perf/tokens": tokens,
         "perf/tokens_per_s": tokens / seconds,
         "perf/data_wait_frac": state.longest(waited) / seconds,

@@ -119,6 +119,15 @@ def test_one_ttt_step_equals_the_reference():
     assert_step_equals_reference(llama_spec(norm_output=True), LossOptions(), steps=1)
 
 
+@pytest.mark.parametrize("kind", get_args(LossKind))
+def test_every_loss_is_finite_where_both_probabilities_underflow(kind):
+    teacher = torch.tensor([[0.0, 400.0, 0.0, 0.0], [0.0, 300.0, 0.0, 0.0]])
+    logits = torch.tensor([[0.0, 0.0, 0.0, 400.0], [0.0, 300.0, 0.0, 0.0]])
+    value, gradient = losses.ROW_LOSSES[kind](teacher.log_softmax(-1), logits.log_softmax(-1))
+    assert value.isfinite().all()
+    assert gradient.isfinite().all()
+
+
 def test_a_documents_loss_does_not_change_when_packed_with_others():
     spec = llama_spec()
     target, drafter, documents = make_target(spec), make_drafter(spec), documents_of(spec)

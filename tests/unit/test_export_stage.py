@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,6 +19,7 @@ from eagle3_train.drafter.checkpoint import read_checkpoint, validate_checkpoint
 from eagle3_train.drafter.checkpoint_format import ExportError
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.drafter.model_card import write_card
+from eagle3_train.records import Sample
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import export
 from eagle3_train.target import facts
@@ -244,6 +246,24 @@ def test_a_warm_start_begins_with_the_other_drafters_weights_and_vocabulary(
     assert all(torch.equal(begun[name], best[name]) for name in best)
     d2t = load_file(RunDir(later.run_path).draft_vocab)["d2t"]
     assert torch.equal(d2t + torch.arange(len(d2t)), WITH_SPECIALS)
+    with pytest.raises(ValueError, match=r"drafter.init_from is null, but this run began from"):
+        write_initial(config.model_copy(update={"name": "later"}), [])
     wide = drafter.model_copy(update={"intermediate_size": 256})
     with pytest.raises(ExportError, match="intermediate_size: 128 there, 256 here"):
         write_initial(later.model_copy(update={"name": "wide", "drafter": wide}), [])
+
+
+def test_a_warm_starts_vocabulary_replaces_one_that_nothing_was_trained_with(
+    trained: Callable[..., JobConfig],
+) -> None:
+    config = trained(ids=WITH_SPECIALS)
+    drafter = config.drafter.model_copy(update={"init_from": str(export.run(config))})
+    later = config.model_copy(update={"name": "later"})
+    run, ids = RunDir(later.run_path), np.arange(VOCAB // 2, VOCAB, dtype=np.int32)
+    write_initial(later, [Sample("a", "chat", ids, np.ones(len(ids), bool), "stop")])
+    stale = load_file(run.draft_vocab)["d2t"]
+    run.initial_weights.unlink()
+    write_initial(later.model_copy(update={"drafter": drafter}), [])
+    d2t = load_file(run.draft_vocab)["d2t"]
+    assert not torch.equal(d2t, stale)
+    assert torch.equal(d2t + torch.arange(len(d2t)), WITH_SPECIALS)
