@@ -8,7 +8,6 @@ One line per dataset, drafter and concurrency. An evaluation already there is no
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -32,7 +31,7 @@ KEYS = (
 def main() -> None:
     """Evaluate, append, print."""
     job = [sys.executable, "ray_jobs/evaluate.py", *sys.argv[1:]]
-    config, _ = cli.parse(argparse.ArgumentParser(description=__doc__))
+    config = cli.parse(__doc__)
     subprocess.run(job, cwd=ROOT, check=True)
     evaluation = json.loads(RunDir(config.run_path).evaluation.read_text())
     common = {key: evaluation[key] for key in ("expected_in_training", "sampled_agreement")}

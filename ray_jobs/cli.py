@@ -15,11 +15,12 @@ from eagle3_train.config import JobConfig
 from eagle3_train.config_file import load_config
 
 
-def parse(parser: argparse.ArgumentParser) -> tuple[JobConfig, argparse.Namespace]:
-    """Configuration named on the command line, and the parser's own options; exits with status 2 when unusable."""
-    options, files, overrides = arguments(parser)
+def parse(description: str) -> JobConfig:
+    """Configuration named on the command line; exits with status 2 when unusable."""
+    parser = argparse.ArgumentParser(description=description)
+    _, files, overrides = arguments(parser)
     try:
-        return load_config(files, overrides), options
+        return load_config(files, overrides)
     except ValueError as error:
         return parser.exit(2, f"error: {error}\n")
 
@@ -34,12 +35,12 @@ def arguments(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list
 
 
 def run(description: str, job: Callable[[JobConfig], object]) -> None:
-    """Parse, record provenance, connect to Ray, run `job`; user errors end in one line, status 1."""
+    """Parse, record provenance, run `job`; user errors end in one line, status 1."""
     from eagle3_train import provenance, runlog
     from eagle3_train.engines.launch import EngineError
     from eagle3_train.target.facts import locate
 
-    config, _ = parse(argparse.ArgumentParser(description=description))
+    config = parse(description)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # `ray job stop`: run the clean-up
     try:
         if not config.run_path.exists():
@@ -70,15 +71,8 @@ def connect() -> None:
 def engines(config: JobConfig, capture: bool) -> Iterator[Any]:
     """Pool of engines for as long as the block runs: they answer prompts and, if asked, hand states over."""
     from eagle3_train.engines.pool import close_pool, spec_for, start_pool
-    from eagle3_train.target.facts import read_facts, resolve_boundaries
 
-    if capture:
-        facts = read_facts(config.target.path)
-        boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
-        spec = spec_for(config, "capture", boundaries)
-    else:
-        spec = spec_for(config, "plain")
-    pool = start_pool(spec, config.engine)
+    pool = start_pool(spec_for(config, "capture" if capture else "plain"), config.engine)
     try:
         yield pool
     finally:

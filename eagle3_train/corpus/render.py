@@ -121,9 +121,7 @@ class Renderer:
     ) -> list[int]:
         """Token ids up to and including the assistant header. Raises Unusable."""
         messages, tools = self._escaped(messages, tools)
-        ids = self._encode(self._render(messages, tools, generation_prompt=True))
-        self._check_start(ids)
-        return ids
+        return self._encode(self._render(messages, tools, generation_prompt=True))
 
     def answered_rows(self, conversation: Conversation, supervise_inserted: bool) -> list[Tokens]:
         """One row with every answer supervised if the template only ever appends, else one per answer.
@@ -166,7 +164,6 @@ class Renderer:
         """Ids up to the last answer, and the mask of all; `cut` ends the row before its stop."""
         full = answers[-1].after
         ids = self._encode(full)
-        self._check_start(ids)
         mask = [False] * len(ids)
         for answer in answers:
             start = self._boundary(ids, answer.before)
@@ -218,11 +215,6 @@ class Renderer:
         except TEMPLATE_ERRORS as error:
             raise Unusable("template", f"{type(error).__name__}: {error}") from error
 
-    def _check_start(self, ids: list[int]) -> None:
-        bos = self.tokenizer.bos_token_id
-        if bos is not None and ids[:2] == [bos, bos]:
-            raise Unusable("doubled_bos", "the prompt starts with two BOS tokens")
-
     def _escaped(self, messages: Sequence[Message], tools: Any) -> tuple[list[Message], Any]:
         """Messages and tools in which special-token strings are broken by MARK."""
         said = [{key: value for key, value in m.items() if key != "weight"} for m in messages]
@@ -248,12 +240,15 @@ class Renderer:
 
     def _encode(self, text: str) -> list[int]:
         if MARK not in text:
-            return list(self.tokenizer.encode(text, add_special_tokens=False))
-        ids = self._unmarking_backend.encode(text, add_special_tokens=False).ids
-        control = self._control_ids - {self.tokenizer.unk_token_id}
-        if sum(id in control for id in ids) > len(self._pattern.findall(text)):
-            raise Unusable("special_text", "this tokenizer finds special tokens in plain text")
-        return list(ids)
+            ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = self._unmarking_backend.encode(text, add_special_tokens=False).ids
+            control = self._control_ids - {self.tokenizer.unk_token_id}
+            if sum(id in control for id in ids) > len(self._pattern.findall(text)):
+                raise Unusable("special_text", "this tokenizer finds special tokens in plain text")
+        if self.tokenizer.bos_token_id is not None and ids[:2] == [self.tokenizer.bos_token_id] * 2:
+            raise Unusable("doubled_bos", "the prompt starts with two BOS tokens")
+        return ids
 
     @cached_property
     def _unmarking_backend(self) -> Tokenizer:

@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from eagle3_train.engines.handover import Handover, Region
+from eagle3_train.records import Generation
 from eagle3_train.stream.states import storage
 
 
@@ -45,12 +46,18 @@ class Captured:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
-    """Where the states of one request go: byte offsets of its rows and of its int32 ids."""
+class Completion:
+    """A finished request; `captured` when its states were asked for (release them)."""
 
-    hidden: int
-    ids: int
-    tokens: int
+    generation: Generation
+    captured: Captured | None
+
+
+class Slot(NamedTuple):
+    """Where the states of one request go: rows [tokens, boundaries, columns] and int32 ids, views of the arena."""
+
+    hidden: Tensor
+    ids: Tensor
 
 
 @dataclass(eq=False)
@@ -62,8 +69,7 @@ class CapturedPack(Captured):
 
     def spoil(self, index: int, reason: str) -> None:
         """Zero the rows of a sample that came back wrong."""
-        first = sum(slot.tokens for slot in self.slots[:index])
-        self.hidden[first : first + self.slots[index].tokens].zero_()
+        self.slots[index].hidden.zero_()
         self.bad[index] = reason
 
 
@@ -71,12 +77,17 @@ class CapturedPack(Captured):
 class _Expected:
     """One request whose states are on their way."""
 
-    future: Future[Any]
+    future: Future[Completion]
     slot: Slot | None
-    region: Region | None = None  # owned by this request, not by a pack
-    expected_ids: tuple[int, ...] | None = None
-    finish: Callable[[Captured | None], Any] | None = None
+    captured: Captured | None = None  # of an answer; a pack's slots are the pack's
+    generation: Generation | None = None
     arrived: dict[str, Any] | None = None
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens whose states are expected."""
+        assert self.generation is not None
+        return (*self.generation.prompt_ids, *self.generation.output_ids)[:-1]
 
 
 class Captures:
@@ -105,20 +116,16 @@ class Captures:
         total = sum(lengths)
         if not lengths or min(lengths) < 1:
             raise ValueError(f"a pack needs samples of at least one token, got lengths {lengths}")
-        region = self._arena.allocate(self._bytes(total))
-        hidden, ids = self._views(region, total)
-        slots, position = [], 0
-        for length in lengths:
-            slots.append(self._slot(region, total, position, length))
-            position += length
-        return CapturedPack(hidden, ids, partial(self._give_back, region), slots)
+        hidden, ids, release = self._layout(self._arena.allocate(self._bytes(total)), total)
+        slots = list(map(Slot, hidden.split(lengths), ids.split(lengths)))
+        return CapturedPack(hidden, ids, release, slots)
 
-    def expect(self, key: str, future: Future[Any], slot: Slot | None) -> None:
+    def expect(self, key: str, future: Future[Completion], slot: Slot | None) -> None:
         """Announce a request; with a slot its states may be written as soon as they exist."""
         with self._lock:
             self._expected[key] = _Expected(future, slot)
             if slot is not None:
-                self.handover.grant(key, slot.hidden, slot.ids, slot.tokens)
+                self._grant(key, slot)
 
     def forget(self, key: str) -> None:
         """The request never started."""
@@ -126,17 +133,11 @@ class Captures:
             if self._expected.pop(key).slot is not None:
                 self.handover.refuse(key)
 
-    def generated(
-        self,
-        key: str,
-        ids: tuple[int, ...],
-        captured_tokens: int | None,
-        finish: Callable[[Captured | None], Any],
-    ) -> None:
-        """The request's tokens are known; `ids` are those whose states are expected."""
+    def generated(self, key: str, generation: Generation, captured_tokens: int | None) -> None:
+        """The request's tokens are known."""
         with self._lock:
             entry = self._expected[key]
-            entry.expected_ids, entry.finish = ids, finish
+            entry.generation = generation
             if captured_tokens is None:
                 self.handover.refuse(key)
                 self._fail(key, "the engine ended the request before all its tokens were read")
@@ -171,8 +172,7 @@ class Captures:
         while self._waiting:
             key = self._waiting[0]
             entry = self._expected[key]
-            assert entry.expected_ids is not None
-            tokens = len(entry.expected_ids)
+            tokens = len(entry.ids)
             try:
                 self._arena.check_fits(self._bytes(tokens))
             except ValueError as error:
@@ -184,26 +184,26 @@ class Captures:
             if region is None:
                 return
             self._waiting.popleft()
-            entry.region = region
-            entry.slot = self._slot(region, tokens, 0, tokens)
-            self.handover.grant(key, entry.slot.hidden, entry.slot.ids, tokens)
+            entry.captured = Captured(*self._layout(region, tokens))
+            entry.slot = Slot(entry.captured.hidden, entry.captured.token_ids)
+            self._grant(key, entry.slot)
+
+    def _grant(self, key: str, slot: Slot) -> None:
+        start = self._arena.memory.bytes.data_ptr()
+        hidden, ids = (tensor.data_ptr() - start for tensor in slot)
+        self.handover.grant(key, hidden, ids, len(slot.ids))
 
     def _complete(self, key: str) -> None:
         """Verify and deliver once both the tokens and the states are here."""
         entry = self._expected[key]
-        if entry.arrived is None or entry.expected_ids is None:
+        if entry.arrived is None or entry.generation is None:
             return
         assert entry.slot is not None
-        assert entry.finish is not None
-        if wrong := self._verify(entry.arrived, entry.expected_ids, entry.slot):
+        if wrong := self._verify(entry.arrived, entry.ids, entry.slot):
             self._fail(key, wrong)
             return
         del self._expected[key]
-        captured = None
-        if entry.region is not None:
-            hidden, ids = self._views(entry.region, entry.slot.tokens)
-            captured = Captured(hidden, ids, partial(self._give_back, entry.region))
-        entry.future.set_result(entry.finish(captured))
+        entry.future.set_result(Completion(entry.generation, entry.captured))
 
     def _verify(self, message: dict[str, Any], expected: tuple[int, ...], slot: Slot) -> str | None:
         """What is wrong with the states, or None."""
@@ -211,8 +211,7 @@ class Captures:
             return str(message["reason"])
         if message["tokens"] != len(expected):
             return f"{message['tokens']} tokens captured, {len(expected)} expected"
-        echoed = self._arena.memory.tensor(slot.ids, (slot.tokens,), torch.int32)
-        if not np.array_equal(echoed.numpy(), np.asarray(expected, dtype=np.int32)):
+        if not np.array_equal(slot.ids.numpy(), np.asarray(expected, dtype=np.int32)):
             return "the engine computed other tokens than it was asked to"
         if not message["finite"]:
             return "hidden states are not finite"
@@ -220,8 +219,8 @@ class Captures:
 
     def _fail(self, key: str, reason: str) -> None:
         entry = self._expected.pop(key)
-        if entry.region is not None:
-            self._give_back(entry.region)
+        if entry.captured is not None:
+            entry.captured.release()
         entry.future.set_exception(StatesError(reason))
 
     def _give_back(self, region: Region) -> None:
@@ -232,17 +231,10 @@ class Captures:
     def _bytes(self, tokens: int) -> int:
         return tokens * (self._row_bytes + 4) + 4  # rows, int32 ids, their alignment
 
-    def _ids_offset(self, region: Region, tokens: int) -> int:
-        return -(-(region.offset + tokens * self._row_bytes) // 4) * 4
-
-    def _slot(self, region: Region, total: int, position: int, tokens: int) -> Slot:
-        return Slot(
-            region.offset + position * self._row_bytes,
-            self._ids_offset(region, total) + 4 * position,
-            tokens,
-        )
-
-    def _views(self, region: Region, tokens: int) -> tuple[Tensor, Tensor]:
+    def _layout(self, region: Region, tokens: int) -> tuple[Tensor, Tensor, Callable[[], None]]:
+        """Rows and ids of so many tokens in `region`, and what gives it back."""
         memory = self._arena.memory
         hidden = memory.tensor(region.offset, (tokens, *self._row), self._dtype)
-        return hidden, memory.tensor(self._ids_offset(region, tokens), (tokens,), torch.int32)
+        ids_offset = -(-(region.offset + hidden.nbytes) // 4) * 4
+        ids = memory.tensor(ids_offset, (tokens,), torch.int32)
+        return hidden, ids, partial(self._give_back, region)

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eagle3_train.engines import versions
-from eagle3_train.engines.capture import Captured, CapturedPack, Captures, Slot
+from eagle3_train.engines.capture import CapturedPack, Captures, Completion, Slot
 from eagle3_train.engines.guard import guarded
 from eagle3_train.engines.launch import EngineError, arena_bytes, check, launch, sampling_params
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
@@ -39,14 +38,6 @@ T = TypeVar("T")
 IDLE_STEP_S = 0.001
 
 _ALIVE = threading.Lock()  # vLLM keeps its parallel state and its KV connector in globals
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished request; `captured` when its states were asked for (release them)."""
-
-    generation: Generation
-    captured: Captured | None
 
 
 class Engine:
@@ -246,12 +237,8 @@ class Engine:
         if not request.capture:
             future.set_result(Completion(generation, None))
             return
-        self._expect_captures().generated(
-            output.request_id,
-            (*request.prompt_ids, *output_ids)[:-1],
-            (output.kv_transfer_params or {}).get("captured_tokens"),
-            lambda captured: Completion(generation, captured),
-        )
+        tokens = (output.kv_transfer_params or {}).get("captured_tokens")
+        self._expect_captures().generated(output.request_id, generation, tokens)
 
     def _start(self, key: str, request: Request, future: Future[Completion]) -> None:
         """Give one request to vLLM."""

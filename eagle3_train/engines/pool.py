@@ -27,6 +27,7 @@ from eagle3_train.engines.replica import EngineReplica
 from eagle3_train.engines.spec import EngineSpec, Purpose
 from eagle3_train.records import EngineFacts
 from eagle3_train.stream.nodes import here, on
+from eagle3_train.target.facts import read_facts, resolve_boundaries
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,10 @@ ENVIRONMENT = {
 def spec_for(
     config: JobConfig, purpose: Purpose, boundaries: tuple[int, ...] = (), drafter: str = ""
 ) -> EngineSpec:
-    """The engine a job needs for `purpose`; boundaries for "capture", a checkpoint for "serve"."""
+    """The engine a job needs for `purpose`; a checkpoint for "serve", boundaries for "capture" (() are the drafter's)."""
+    if purpose == "capture" and not boundaries:
+        facts = read_facts(config.target.path)
+        boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
     return EngineSpec(
         config.target,
         config.engine,

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eagle3_train.engines.engine import Completion, Engine
+from eagle3_train.engines.capture import Completion
+from eagle3_train.engines.engine import Engine
 from eagle3_train.engines.launch import EngineError
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.records import EngineFacts, Generation

@@ -44,7 +44,7 @@ from eagle3_train.preflight.states import (
     teacher_parity,
 )
 from eagle3_train.target.derive import drafter_spec
-from eagle3_train.target.facts import TargetFacts, resolve_boundaries
+from eagle3_train.target.facts import TargetFacts
 from eagle3_train.target.weights import FrozenWeights, read_frozen
 
 log = logging.getLogger(__name__)
@@ -113,9 +113,8 @@ def _engine(spec: EngineSpec) -> Iterator[Engine]:
 
 def capture_spec(config: JobConfig, facts: TargetFacts) -> EngineSpec:
     """The job's capture engine; an engine that computes in float32 is compared in float32."""
-    boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
     return replace(
-        spec_for(config, "capture", boundaries),
+        spec_for(config, "capture"),
         target=config.target.model_copy(update={"path": str(facts.path)}),
         capture_dtype="float32" if config.engine.dtype == "float32" else "bfloat16",
         v1_runner=True,

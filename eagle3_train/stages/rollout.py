@@ -7,7 +7,6 @@ prompts without a committed sample are asked. A prompt that cannot be answered i
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -33,6 +32,7 @@ from eagle3_train.stages.rollout_inputs import (
     is_complete,
     record_complete,
     record_start,
+    recorded,
 )
 from eagle3_train.stages.rollout_synthesis import synthesise
 from eagle3_train.training.initial import renderer_of
@@ -53,7 +53,7 @@ def run(config: JobConfig, pool: Any) -> Json:
     paths = RunDir(config.run_path)
     check_unchanged(config)
     if is_complete(config):
-        done: Json = json.loads(paths.rollout_state.read_text())
+        done = recorded(config)
         log.info("rollout: complete, %d prompts answered", done["answered"])
         return done
     if config.corpus.answers == "given":
@@ -133,12 +133,13 @@ def _answer(
     """Keep the engines busy until every prompt is answered; commit a shard whenever one is full."""
     folder = RunDir(config.run_path).samples
     shard: list[Dialogue] = []
-    dialogues = {prompt.id: Dialogue.start(prompt) for prompt in prompts}
+    max_len = config.corpus.max_len
+    dialogues = {prompt.id: Dialogue.start(prompt, renderer, max_len) for prompt in prompts}
     answers.ask([_request(config, dialogue) for dialogue in dialogues.values()])
     while dialogues:
         for generation in answers.completed(timeout_s=LOG_EVERY_S):
             dialogue = dialogues[generation.id]
-            if _take(dialogue, generation, renderer, config.corpus.max_len, progress):
+            if _take(dialogue, generation, progress):
                 answers.ask([_request(config, dialogue)])
                 continue
             del dialogues[generation.id]
@@ -161,19 +162,13 @@ def _commit(folder: Path, dialogues: list[Dialogue]) -> None:
     write_shard(folder, samples, messages)
 
 
-def _take(
-    dialogue: Dialogue,
-    generation: Generation,
-    renderer: Renderer,
-    max_len: int,
-    progress: Progress,
-) -> bool:
+def _take(dialogue: Dialogue, generation: Generation, progress: Progress) -> bool:
     """Count an answer; whether the conversation goes on. A turn of no use ends it."""
     progress.output_tokens += len(generation.output_ids)
     try:
         if generation.finish_reason == "error":
             raise Unusable(generation.text.partition(":")[0][:40], generation.text)
-        more = dialogue.take(generation, renderer, max_len)
+        more = dialogue.take(generation)
     except Unusable as problem:
         if not dialogue.samples:
             progress.failures[problem.reason] += 1

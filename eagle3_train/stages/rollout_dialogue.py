@@ -22,26 +22,29 @@ class Dialogue:
     """`asked` is the turn that waits for an answer; `supervised` marks its tokens that the target produced."""
 
     prompt: Prompt
+    renderer: Renderer
+    max_len: int
     asked: Prompt
     supervised: npt.NDArray[np.bool_]
     samples: list[Sample] = field(default_factory=list)
 
     @staticmethod
-    def start(prompt: Prompt) -> Dialogue:
+    def start(prompt: Prompt, renderer: Renderer, max_len: int) -> Dialogue:
         """The first turn of a prompt."""
-        return Dialogue(prompt, prompt, np.zeros(len(prompt.input_ids), dtype=np.bool_))
+        nothing = np.zeros(len(prompt.input_ids), dtype=np.bool_)
+        return Dialogue(prompt, renderer, max_len, prompt, nothing)
 
-    def take(self, generation: Generation, renderer: Renderer, max_len: int) -> bool:
+    def take(self, generation: Generation) -> bool:
         """Add an answer; whether another turn is to be asked. Raises Unusable for an answer of no use."""
-        sample = rollout_sample(self.asked, generation, max_len)
+        sample = rollout_sample(self.asked, generation, self.max_len)
         mask = sample.loss_mask.copy()
         mask[: len(self.supervised)] |= self.supervised
         if self.supervised.any():  # the sample goes on
             self.samples.pop()
         self.samples.append(replace(sample, loss_mask=mask))
-        return generation.finish_reason == "stop" and self._ask_next(generation, renderer, max_len)
+        return generation.finish_reason == "stop" and self._ask_next(generation)
 
-    def _ask_next(self, generation: Generation, renderer: Renderer, max_len: int) -> bool:
+    def _ask_next(self, generation: Generation) -> bool:
         """Render the next user turn after the answer; False when there is none or it does not fit."""
         if self.asked.messages_json == "null":
             return False
@@ -50,10 +53,10 @@ class Dialogue:
             return False
         following = said.answered(generation.text)
         try:
-            ids = np.array(renderer.prompt_ids(following.messages, said.tools), dtype=np.int32)
+            ids = np.array(self.renderer.prompt_ids(following.messages, said.tools), dtype=np.int32)
         except Unusable:
             return False
-        if len(ids) + 1 >= max_len:
+        if len(ids) + 1 >= self.max_len:
             return False
         done, name = self.samples[-1], f"{self.prompt.id}-t{len(self.samples)}"
         length = len(done.input_ids)

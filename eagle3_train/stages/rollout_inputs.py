@@ -21,13 +21,13 @@ Json = dict[str, Any]
 
 def is_complete(config: JobConfig) -> bool:
     """Whether every prompt has been asked with these settings and this data."""
-    state = _state(config)
+    state = recorded(config)
     return bool(state) and state["complete"] and not _changes(config, state)
 
 
 def check_unchanged(config: JobConfig) -> None:
     """Refuse to mix answers of different settings or data; before anything is committed, they may change."""
-    paths, state = RunDir(config.run_path), _state(config)
+    paths, state = RunDir(config.run_path), recorded(config)
     changed = _changes(config, state) if state else []
     if changed and (committed_ids(paths.samples) or paths.synthesised.is_file()):
         raise ValueError(
@@ -44,10 +44,10 @@ def record_start(config: JobConfig) -> None:
 
 def record_complete(config: JobConfig, counts: Json) -> Json:
     """Every prompt has been asked; the whole state."""
-    return _write(config, _state(config) | {"complete": True} | counts)
+    return _write(config, recorded(config) | {"complete": True} | counts)
 
 
-def _state(config: JobConfig) -> Json:
+def recorded(config: JobConfig) -> Json:
     """What was recorded; empty before the start."""
     path = RunDir(config.run_path).rollout_state
     state: Json = json.loads(path.read_text()) if path.is_file() else {}

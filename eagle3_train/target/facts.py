@@ -126,11 +126,10 @@ def locate(path: str | Path) -> Path:
         return directory
     if directory.is_dir():
         raise ValueError(f"{directory} holds no config.json: not a model directory")
-    if len(directory.parts) == 2 and not directory.is_absolute():
-        with suppress(HFValidationError):
-            cached = try_to_load_from_cache(str(path), "config.json")
-            if isinstance(cached, str):
-                return Path(cached).parent
+    with suppress(HFValidationError):
+        cached = try_to_load_from_cache(str(path), "config.json")
+        if isinstance(cached, str):
+            return Path(cached).parent
     raise ValueError(
         f"target.path={str(path)!r} is no directory and no hub id with a locally cached config.json; "
         "download the model first, or give its directory"
@@ -191,14 +190,12 @@ def facts_from(config: Config, directory: Path) -> TargetFacts:
     )
 
 
-def default_boundaries(num_layers: int) -> tuple[int, ...]:
-    """The aux boundaries both engines use when told nothing: (2, L//2, L-3); may collide for L < 7."""
-    return (2, num_layers // 2, num_layers - 3)
-
-
 def resolve_boundaries(aux: tuple[int, ...] | None, num_layers: int) -> tuple[int, ...]:
-    """Boundaries to capture: the aux ones (None: the default) and then L. Raises ValueError if unusable."""
-    chosen = default_boundaries(num_layers) if aux is None else tuple(aux)
+    """Boundaries to capture: the aux ones, and then L. Raises ValueError if unusable.
+
+    None: those both engines use when told nothing, which may collide for L < 7.
+    """
+    chosen = (2, num_layers // 2, num_layers - 3) if aux is None else aux
     usable = bool(chosen) and list(chosen) == sorted(set(chosen))
     if not usable or chosen[0] < 0 or chosen[-1] >= num_layers:
         source = "the default (2, L//2, L-3)" if aux is None else "drafter.aux_layers"

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from eagle3_train.engines.engine import Completion, Engine
+from eagle3_train.engines.capture import Completion
+from eagle3_train.engines.engine import Engine
 from eagle3_train.engines.spec import Request
 from tests import tiny
 

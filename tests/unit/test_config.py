@@ -1,6 +1,5 @@
 """Configuration: every shipped file parses, every mistake is named, nothing heavy is imported."""
 
-import argparse
 import runpy
 import subprocess
 import sys
@@ -57,7 +56,7 @@ def test_the_command_line_passes_overrides_through_unchanged(
 ) -> None:
     override = "corpus.sources=[s3://bucket/a//b.jsonl]"
     monkeypatch.setattr(sys, "argv", ["job.py", "-c", str(DEMO), override, "--train.epochs=2"])
-    config, _ = cli.parse(argparse.ArgumentParser())
+    config = cli.parse("")
     assert config.corpus.sources == ("s3://bucket/a//b.jsonl",)
     assert config.train.epochs == 2
 

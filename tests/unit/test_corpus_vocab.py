@@ -60,21 +60,20 @@ def test_the_vocabulary_survives_its_file_and_is_tied_to_its_tokenizer(tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("d2t", "t2d", "message"),
+    ("d2t", "t2d"),
     [
-        ([0, 0, 9], [1, 1, 0, 0, 0, 0], "outside"),
-        ([0, 2, 0], [1, 0, 1, 1, 0, 0], "not strictly increasing"),
-        ([0, 1, 1], [1, 1, 1, 0, 0, 0], "t2d does not mark"),
-        ([0, 1, 1], [1, 0, 1, 1, 1, 0], "t2d does not mark"),
+        ([0, 0, 9], [1, 1, 0, 0, 0, 0]),  # outside the vocabulary
+        ([0, 2, 0], [1, 0, 1, 1, 0, 0]),  # not rising
+        ([0, 1, 1], [1, 1, 1, 0, 0, 0]),
+        ([0, 1, 1], [1, 0, 1, 1, 1, 0]),
+        ([], [0, 0, 0, 0, 0, 0]),
     ],
 )
-def test_a_broken_vocabulary_is_refused(
-    d2t: list[int], t2d: list[int], message: str, tmp_path: Path
-) -> None:
+def test_a_broken_vocabulary_is_refused(d2t: list[int], t2d: list[int], tmp_path: Path) -> None:
     metadata = {"coverage": "{}", "tokenizer": "tok"}
-    tensors = {"d2t": np.array(d2t), "t2d": np.array(t2d, bool)}
+    tensors = {"d2t": np.array(d2t, np.int64), "t2d": np.array(t2d, bool)}
     (tmp_path / "v").write_bytes(safetensors.numpy.save(tensors, metadata))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="d2t does not name the tokens that t2d marks"):
         DraftVocab.load(tmp_path / "v", "tok")
     (tmp_path / "v").write_bytes(b"junk")
     with pytest.raises(ValueError, match="v cannot be used"):

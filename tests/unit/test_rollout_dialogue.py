@@ -41,75 +41,68 @@ def renderer(directory: Path, template: str = tiny.TEMPLATE) -> Renderer:
 def dialogue(render: Renderer, *turns: str) -> Dialogue:
     said = Conversation([{"role": "user", "content": turns[0]}], followups=turns[1:])
     ids = np.array(render.prompt_ids(said.messages), dtype=np.int32)
-    return Dialogue.start(Prompt("p", "chat", ids, said.to_json()))
+    return Dialogue.start(Prompt("p", "chat", ids, said.to_json()), render, MAX_LEN)
 
 
-def answer(asked: Dialogue, render: Renderer, text: str, finish_reason: str = "stop") -> Generation:
-    ids = render.tokenizer.encode(text, add_special_tokens=False)
+def answer(asked: Dialogue, text: str, finish_reason: str = "stop") -> Generation:
+    ids = asked.renderer.tokenizer.encode(text, add_special_tokens=False)
     ids += [tiny.EOS] if finish_reason == "stop" else []
     prompt_ids = tuple(asked.asked.input_ids.tolist())
     return Generation("p", prompt_ids, tuple(ids), finish_reason, text)
 
 
-def supervised_text(render: Renderer, asked: Dialogue, sample: int) -> str:
+def supervised_text(asked: Dialogue, sample: int) -> str:
     taken = asked.samples[sample]
-    return str(render.tokenizer.decode(taken.input_ids[taken.loss_mask]))
+    return str(asked.renderer.tokenizer.decode(taken.input_ids[taken.loss_mask]))
 
 
 def test_one_turn_gives_one_sample_supervised_where_the_target_wrote(tmp_path: Path) -> None:
-    render = renderer(tmp_path)
-    asked = dialogue(render, "hi there")
-    assert not asked.take(answer(asked, render, "well met"), render, MAX_LEN)
+    asked = dialogue(renderer(tmp_path), "hi there")
+    assert not asked.take(answer(asked, "well met"))
     assert [s.id for s in asked.samples] == ["p"]
-    assert supervised_text(render, asked, 0) == "well met<|eos|>"
+    assert supervised_text(asked, 0) == "well met<|eos|>"
 
 
 def test_turns_of_an_appending_template_share_a_sample_with_every_answer_supervised(
     tmp_path: Path,
 ) -> None:
-    render = renderer(tmp_path)
-    asked = dialogue(render, "one", "two", "three")
-    assert asked.take(answer(asked, render, "first answer"), render, MAX_LEN)
-    assert asked.take(answer(asked, render, "second answer"), render, MAX_LEN)
-    assert not asked.take(answer(asked, render, "third answer"), render, MAX_LEN)
+    asked = dialogue(renderer(tmp_path), "one", "two", "three")
+    assert asked.take(answer(asked, "first answer"))
+    assert asked.take(answer(asked, "second answer"))
+    assert not asked.take(answer(asked, "third answer"))
     assert [s.id for s in asked.samples] == ["p"]
-    whole = str(render.tokenizer.decode(asked.samples[0].input_ids))
+    whole = str(asked.renderer.tokenizer.decode(asked.samples[0].input_ids))
     assert whole.count("<|user|>") == 3
     expected = "first answer<|eos|>second answer<|eos|>third answer<|eos|>"
-    assert supervised_text(render, asked, 0) == expected
+    assert supervised_text(asked, 0) == expected
 
 
 def test_a_template_that_rewrites_history_gives_a_sample_per_answer(tmp_path: Path) -> None:
-    render = renderer(tmp_path, REWRITES_HISTORY)
-    asked = dialogue(render, "one", "two")
-    assert asked.take(answer(asked, render, "first answer"), render, MAX_LEN)
-    assert not asked.take(answer(asked, render, "second answer"), render, MAX_LEN)
+    asked = dialogue(renderer(tmp_path, REWRITES_HISTORY), "one", "two")
+    assert asked.take(answer(asked, "first answer"))
+    assert not asked.take(answer(asked, "second answer"))
     assert [s.id for s in asked.samples] == ["p", "p-t1"]
-    assert supervised_text(render, asked, 0) == "first answer<|eos|>"
-    assert supervised_text(render, asked, 1) == "second answer<|eos|>"
-    assert "first<|eos|>" in render.tokenizer.decode(asked.samples[1].input_ids)
+    assert supervised_text(asked, 0) == "first answer<|eos|>"
+    assert supervised_text(asked, 1) == "second answer<|eos|>"
+    assert "first<|eos|>" in asked.renderer.tokenizer.decode(asked.samples[1].input_ids)
 
 
-@pytest.mark.parametrize("finish_reason", ["length"])
-def test_an_answer_that_was_cut_ends_the_conversation(tmp_path: Path, finish_reason: str) -> None:
-    render = renderer(tmp_path)
-    asked = dialogue(render, "one", "two")
-    assert not asked.take(answer(asked, render, "endless", finish_reason), render, MAX_LEN)
+def test_an_answer_that_was_cut_ends_the_conversation(tmp_path: Path) -> None:
+    asked = dialogue(renderer(tmp_path), "one", "two")
+    assert not asked.take(answer(asked, "endless", "length"))
     assert [s.finish_reason for s in asked.samples] == ["length"]
 
 
 def test_a_turn_without_room_is_not_asked(tmp_path: Path) -> None:
-    render = renderer(tmp_path)
-    asked = dialogue(render, "one", "x" * MAX_LEN)
-    assert not asked.take(answer(asked, render, "fine"), render, MAX_LEN)
+    asked = dialogue(renderer(tmp_path), "one", "x" * MAX_LEN)
+    assert not asked.take(answer(asked, "fine"))
     assert len(asked.samples) == 1
 
 
 def test_an_empty_answer_is_of_no_use(tmp_path: Path) -> None:
-    render = renderer(tmp_path)
-    asked = dialogue(render, "one")
+    asked = dialogue(renderer(tmp_path), "one")
     with pytest.raises(Unusable, match="nothing_supervised"):
-        asked.take(answer(asked, render, ""), render, MAX_LEN)
+        asked.take(answer(asked, ""))
     assert asked.samples == []
 
 

@@ -7,7 +7,6 @@ import pytest
 from eagle3_train.drafter.spec import RopeSpec
 from eagle3_train.target.facts import (
     bytes_per_token,
-    default_boundaries,
     facts_from,
     read_facts,
     resolve_boundaries,
@@ -32,7 +31,7 @@ def facts(tmp_path, **changes):
 
 
 def test_default_boundaries_are_the_engines():
-    assert default_boundaries(61) == (2, 30, 58)
+    assert resolve_boundaries(None, 61) == (2, 30, 58, 61)
     assert resolve_boundaries(None, 32) == (2, 16, 29, 32)
 
 
