@@ -24,6 +24,7 @@ import logging
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,6 @@ from typing import Any
 import numpy as np
 import ray
 import torch
-from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from eagle3_train.config import JobConfig, StateType
 from eagle3_train.corpus.table import write_shard
@@ -51,6 +51,7 @@ from eagle3_train.stream.cache import pin, planned_captures
 from eagle3_train.stream.coordinator import coordinating
 from eagle3_train.stream.pipeline import StreamLink, captured_packs
 from eagle3_train.stream.plan import PlanShape, Window, plan_run
+from eagle3_train.stream.store import FREE_AT_ONCE, store_stats
 from eagle3_train.target.facts import bytes_per_token, read_facts, resolve_boundaries
 from eagle3_train.training.feed import FeedShape, feed
 
@@ -169,10 +170,24 @@ def pool_of(config: JobConfig, purpose: Any, boundaries: tuple[int, ...] = ()) -
         close_pool(pool)
 
 
-def spilled_bytes() -> int:
-    """Bytes that Ray's object store has written to disk so far."""
-    state = get_state_from_address(ray.get_runtime_context().gcs_address)
-    return int(get_memory_info_reply(state).store_stats.spilled_bytes_total)
+class StorePeak:
+    """Bytes that Ray's object stores held at most while the block ran, by their own count, above what they held before."""
+
+    def __enter__(self) -> StorePeak:
+        self.nbytes, self._stop = 0, threading.Event()
+        self._before = store_stats().object_store_bytes_used
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.005):
+            now = store_stats().object_store_bytes_used - self._before
+            self.nbytes = max(self.nbytes, now)
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 def plain_rate(pool: Any, samples: list[Sample], scale: Scale) -> float:
@@ -225,14 +240,16 @@ class Consumer:
         nothing = np.zeros((epochs, len(samples)), dtype=np.bool_)
         windows = plan_run(samples, [], shape, nothing, 0)
         pinned = pin(samples, self._token_bytes, cache_bytes, 0)
-        spilled = spilled_bytes()
         with coordinating(self._pool, samples, pinned, None, budget, 1, 3) as coordinator:
-            timed = self._receive(samples, windows, coordinator, pace_tok_s)
+            with StorePeak() as store:
+                timed = self._receive(samples, windows, coordinator, pace_tok_s)
             counters = ray.get(coordinator.counters.remote())
+            spilled = ray.get(coordinator.spilled.remote())
         return timed | {
             "peak_bytes": counters.peak_in_flight,
+            "store_peak_bytes": store.nbytes,
             "budget_bytes": budget,
-            "spilled_bytes": spilled_bytes() - spilled,
+            "spilled_bytes": spilled,
             "captures": counters.captures,
             "captures_formula": planned_captures(pinned, epochs),
             "epoch_bytes": sum(s.captured_tokens for s in samples) * self._token_bytes,
@@ -297,7 +314,6 @@ def together(
         logging.info("trained %s: %d steps", name, result["steps"])
         return config, result
 
-    spilled = spilled_bytes()
     stream, result = fit("together", scale.train_packs, max_bytes_in_flight=6 * window)
     # Without the start (compilation) and the end, where what is left has been captured already.
     lines = read_metrics(RunDir(stream.run_path).metrics)[scale.train_packs // 4 : -8]
@@ -312,7 +328,7 @@ def together(
         "data_wait": statistics.median(m["perf/data_wait_frac"] for m in lines),
         "peak_bytes": result["peak_bytes_in_flight"],
         "budget_bytes": result["max_bytes_in_flight"],
-        "spilled_bytes": spilled_bytes() - spilled,
+        "spilled_bytes": result["spilled_bytes"],
         "captures": result["captures"],
         "captures_formula": result["captures_planned"],
     }
@@ -388,6 +404,7 @@ def main() -> None:
         object_store_memory=(8 << 30) if ON_GPU else (1 << 30),
         runtime_env={"env_vars": {"VLLM_NO_USAGE_STATS": "1"}},
         log_to_driver=False,
+        _system_config=FREE_AT_ONCE,
     )
     with tempfile.TemporaryDirectory() as folder:
         wide = arguments.target == "llama8b"

@@ -25,6 +25,8 @@ class RunDir:
         self.synthesised = root / "rollout" / "synthesised.jsonl"  # user turns, JSON strings
         self.rollout_state = root / "rollout" / "state.json"  # settings, counts
         self.train_storage = root / "train"  # Ray Train's checkpoints and snapshot
+        self.checkpoints = root / "train" / "ray_train"  # Ray Train's own folder
+        self.registered = self.checkpoints / "checkpoint_manager_snapshot.json"  # which it knows
         self.initial_weights = root / "train" / "initial.safetensors"  # before step 1
         self.saving = root / "train" / ".saving"  # checkpoints being written
         self.train_result = root / "train" / "result.json"  # counts, bytes, best checkpoint

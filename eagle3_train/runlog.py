@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +21,22 @@ from eagle3_train.config import JobConfig
 from eagle3_train.rundir import RunDir, write_atomic
 
 log = logging.getLogger("eagle3_train")
+
+RAISED = re.compile(r"^(?:\w+\.)*(\w+(?:Error|Exception|Exit|Interrupt))(?:\(\w+\))?: ", re.M)
+EXPLAINED = ("ValueError", "EngineError", "JobError")  # their messages say what to do
+
+
+class JobError(RuntimeError):
+    """What ended a job: one line for its user. The traceback is its cause's."""
+
+
+def reason(error: BaseException) -> str:
+    """What went wrong, without the tracebacks of other processes that Ray puts before what they said."""
+    text = str(error).partition("\nThe above exception was")[0]  # what began it comes first
+    if not (found := list(RAISED.finditer(text))):
+        return text
+    kind, said = found[-1][1], text[found[-1].end() :].strip()
+    return said if kind in EXPLAINED else f"{kind}: {textwrap.shorten(said, 300)}"
 
 
 def setup(config: JobConfig, role: str, rank: int = 0) -> None:

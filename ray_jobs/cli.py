@@ -36,6 +36,8 @@ def arguments(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list
 
 def run(description: str, job: Callable[[JobConfig], object]) -> None:
     """Parse, record provenance, run `job`; user errors end in one line, status 1."""
+    from ray.exceptions import RayError
+
     from eagle3_train import provenance, runlog
     from eagle3_train.engines.launch import EngineError
     from eagle3_train.target.facts import locate
@@ -48,14 +50,16 @@ def run(description: str, job: Callable[[JobConfig], object]) -> None:
         runlog.setup(config, "driver")
         provenance.record(config)
         job(config)
-    except (ValueError, EngineError, OSError) as error:
+    except (ValueError, EngineError, OSError, RayError, runlog.JobError) as error:
         runlog.log.debug("failed", exc_info=True)
-        raise SystemExit(f"error: {error}") from error
+        raise SystemExit(f"error: {runlog.reason(error)}") from error
 
 
 def connect() -> None:
     """Join the running cluster (inside `ray job submit`), or start a local one."""
     import ray
+
+    from eagle3_train.stream.store import FREE_AT_ONCE
 
     if ray.is_initialized():
         return
@@ -64,7 +68,12 @@ def connect() -> None:
         ray.init(runtime_env=environment, log_to_driver=True)
         return
     # Logical CPUs: the demo's engine, trainers and actors share few cores, and mostly wait.
-    ray.init("local", num_cpus=max(4, os.cpu_count() or 1), runtime_env=environment)
+    ray.init(
+        "local",
+        num_cpus=max(4, os.cpu_count() or 1),
+        runtime_env=environment,
+        _system_config=FREE_AT_ONCE,
+    )
 
 
 @contextmanager

@@ -32,6 +32,8 @@ def ray_cluster() -> Iterator[str]:
     """Dashboard address of one local cluster, with more logical CPUs than this machine may have."""
     import ray
 
+    from eagle3_train.stream.store import FREE_AT_ONCE
+
     folders = (Path(__file__).parent.parent, Path(__file__).parent / "integration")
     context = ray.init(
         "local",  # whatever cluster an earlier process may have announced
@@ -39,6 +41,7 @@ def ray_cluster() -> Iterator[str]:
         include_dashboard=True,
         object_store_memory=512 << 20,
         log_to_driver=False,
+        _system_config=FREE_AT_ONCE,
         runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(map(str, folders))}},
     )
     yield f"http://{context.dashboard_url}"

@@ -24,8 +24,8 @@ from eagle3_train.config import JobConfig
 from eagle3_train.corpus.split import is_held_out
 from eagle3_train.corpus.table import read_samples
 from eagle3_train.records import Sample
-from eagle3_train.rundir import RunDir, write_atomic
-from eagle3_train.runlog import MetricsLog, log
+from eagle3_train.rundir import RunDir, reading, write_atomic
+from eagle3_train.runlog import JobError, MetricsLog, log, reason
 from eagle3_train.stream.cache import pin, planned_captures
 from eagle3_train.stream.coordinator import coordinating
 from eagle3_train.stream.flight import StreamCounters
@@ -52,6 +52,7 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
     token_bytes = _check_layout(config, train, held_out)
     write_initial(config, train)
     shutil.rmtree(paths.saving, ignore_errors=True)  # what an interrupted job was writing
+    _remove_unregistered(paths)
     pinned = pin(train, token_bytes, config.stream.cache_bytes, config.train.seed)
     with coordinating(
         pool,
@@ -69,8 +70,10 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
             "bytes_per_token": token_bytes,
         }
         fit = _fit(config, job)
-        counters = ray.get(coordinator.counters.remote())
+        counters, spilled = ray.get([coordinator.counters.remote(), coordinator.spilled.remote()])
+    _remove_unregistered(paths)
     result = _result(config, fit, counters, len(train)) | {
+        "spilled_bytes": spilled,
         "hidden_state_bytes_total": sum(s.captured_tokens for s in train) * token_bytes,
         "captures_planned": planned_captures(pinned, config.train.epochs // config.stream.replay),
     }
@@ -79,8 +82,8 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
 
 
 def _fit(config: JobConfig, job: dict[str, Any]) -> ray.train.Result:
-    """Run the worker group to its end."""
-    return TorchTrainer(
+    """Run the worker group to its end. Raises JobError."""
+    trainer = TorchTrainer(
         train_worker,
         train_loop_config=job,
         scaling_config=ray.train.ScalingConfig(
@@ -89,7 +92,40 @@ def _fit(config: JobConfig, job: dict[str, Any]) -> ray.train.Result:
             resources_per_worker=_resources(config),
         ),
         run_config=_run_config(config),
-    ).fit()
+    )
+    try:
+        return trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        cause: Exception = error
+        if isinstance(error, ray.train.WorkerGroupError):
+            cause = error.worker_failures[min(error.worker_failures)]
+        log.debug("%s", cause)  # Ray Train's own text leaves out the middle
+        raise JobError(
+            f"train: {reason(cause)} (traceback: {RunDir(config.run_path).log('driver', 0)}). Once that is mended, the "
+            "same command goes on from the last checkpoint"
+        ) from error
+
+
+def _remove_unregistered(paths: RunDir) -> None:
+    """Remove checkpoints that were written but not registered, which Ray Train does a second or two later.
+
+    It neither resumes from them nor removes them. Call while no worker group runs.
+    """
+    known = _registered(paths)
+    for folder in paths.checkpoints.glob("checkpoint_*/"):
+        if folder not in known:
+            log.info("removing %s: interrupted before it was registered", folder)
+            shutil.rmtree(folder)
+
+
+def _registered(paths: RunDir) -> list[Path]:
+    """Checkpoints that Ray Train knows; last the one it resumes from."""
+    if not paths.registered.exists():
+        return []
+    with reading(paths.registered):
+        snapshot = json.loads(paths.registered.read_text())
+        known = [*snapshot["checkpoint_results"], snapshot["latest_checkpoint_result"]]
+        return [paths.checkpoints / result["checkpoint_dir_name"] for result in known]
 
 
 def is_complete(config: JobConfig) -> bool:
@@ -100,7 +136,7 @@ def is_complete(config: JobConfig) -> bool:
 def _run_config(config: JobConfig) -> ray.train.RunConfig:
     """Where Ray Train keeps checkpoints, which ones, and how often it may restart the workers."""
     return ray.train.RunConfig(
-        name="ray_train",
+        name=RunDir(config.run_path).checkpoints.name,
         storage_path=str(RunDir(config.run_path).train_storage.resolve()),
         failure_config=ray.train.FailureConfig(max_failures=config.train.max_failures),
         checkpoint_config=ray.train.CheckpointConfig(
@@ -116,13 +152,17 @@ def check(config: JobConfig) -> None:
 
 
 def _check_layout(config: JobConfig, train: list[Sample], held_out: list[Sample]) -> int:
-    """Bytes of one token's hidden states, once it is clear that every window fits the byte budget."""
+    """Bytes of one token's hidden states, once it is clear that what is left to train can be, window by window."""
     facts = read_facts(config.target.path)
     boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
     token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), config.stream.dtype)
-    nothing = Ledger(config.train.epochs, len(train)).trained
-    windows = plan_run(train, held_out, plan_shape(config), nothing, 0)
-    largest = max(window.tokens for window in windows) * token_bytes
+    ledger, step = Ledger(config.train.epochs, len(train)), 0
+    if known := _registered(RunDir(config.run_path)):
+        saved = json.loads((known[-1] / checkpoint.STATE).read_text())
+        ledger = Ledger.from_hex(saved["ledger"], config.train.epochs, len(train))
+        step = saved["step"]
+    windows = plan_run(train, held_out, plan_shape(config), ledger.trained, step)
+    largest = max((window.tokens for window in windows), default=0) * token_bytes
     if largest > config.stream.max_bytes_in_flight:
         raise ValueError(
             f"stream.max_bytes_in_flight={config.stream.max_bytes_in_flight} is less than one optimiser "

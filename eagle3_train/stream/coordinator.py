@@ -15,6 +15,7 @@ answered with StaleAttemptError and hold nothing.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Iterator
@@ -32,11 +33,13 @@ from eagle3_train.records import PackKey, Sample
 from eagle3_train.stream.cache import EpochCache, start_files
 from eagle3_train.stream.flight import Delivery, Flight, Part, StreamCounters
 from eagle3_train.stream.nodes import here
+from eagle3_train.stream.store import Spill, frees_after_s
 
 log = logging.getLogger("eagle3_train")
 
 Entries = list[tuple[int, int]]
 """(epoch, row of the token table) of a pack's samples, in order."""
+SPILL_CHECK_S = 5.0
 
 
 @contextmanager
@@ -87,7 +90,8 @@ class StreamCoordinator:
         self._ids, self._offsets = table
         self._max_tries = max_tries
         self._cache = EpochCache(files, pinned)
-        self._flight = Flight(max_bytes, ranks)
+        self._flight = Flight(max_bytes, ranks, frees_after_s())
+        self._spill, self._spill_read_at = Spill(), time.monotonic()
         self._captured: set[tuple[int, int]] = set()
         self._attempts = self._asked = 0
         self._asked_since = 0.0
@@ -103,16 +107,18 @@ class StreamCoordinator:
 
         window_bytes is the whole window's, so that the first pack of a window reserves for all.
         """
-        await self._flight.reserve(key.attempt, key.window, window_bytes)
-        if not entries:
-            return
-        delivery = Delivery()
-        pending = list(range(len(entries)))
-        while pending:  # a pack where two epochs meet may hold a sample twice: the second is cached
-            once = list({entries[index][1]: index for index in reversed(pending)}.values())
-            await self._fill(delivery, key, entries, sorted(once))
-            pending = [index for index in pending if index not in once]
-        await self._flight.keep(key, delivery)
+        async with self._flight.capturing(key.attempt, key.window, window_bytes):
+            if not entries:
+                return
+            delivery = Delivery()
+            pending = list(range(len(entries)))
+            while (
+                pending
+            ):  # where two epochs meet a pack may hold a sample twice: the second is cached
+                once = list({entries[index][1]: index for index in reversed(pending)}.values())
+                await self._fill(delivery, key, entries, sorted(once))
+                pending = [index for index in pending if index not in once]
+            await self._flight.keep(key, delivery)
 
     async def take(self, key: PackKey) -> tuple[list[Any], list[list[int]], dict[int, str]]:
         """References of a captured pack's parts, the samples of each, bad samples: index in pack, reason."""
@@ -124,11 +130,22 @@ class StreamCoordinator:
         """The rank has finished with `window`; the last rank's ack frees its bytes."""
         await self._flight.ack(attempt, window, rank)
 
+    async def spilled(self) -> int:
+        """Bytes that Ray's object store has written to disk since the run began."""
+        self._spill_read_at = time.monotonic()
+        return await asyncio.to_thread(self._spill.read)
+
     async def counters(self) -> StreamCounters:
-        """What has flowed so far."""
+        """What has flowed so far; the spilled bytes are a few seconds old."""
+        if time.monotonic() > self._spill_read_at + SPILL_CHECK_S:
+            await self.spilled()
         counters = self._flight.counters
         running_s = time.monotonic() - self._asked_since if self._asked else 0.0
-        return replace(counters, capture_busy_s=counters.capture_busy_s + running_s)
+        return replace(
+            counters,
+            capture_busy_s=counters.capture_busy_s + running_s,
+            spilled=self._spill.nbytes,
+        )
 
     async def _fill(
         self, delivery: Delivery, key: PackKey, entries: Entries, indices: list[int]

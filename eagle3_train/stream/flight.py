@@ -2,12 +2,14 @@
 
 Bytes are reserved one whole window at a time, in plan order, so no rank can starve behind another
 rank's queue. An attempt is one start of the worker group: calls of an older attempt raise
-StaleAttemptError and hold nothing.
+StaleAttemptError and hold nothing. Bytes are given back when the memory is free: Ray may keep it for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +60,7 @@ class StreamCounters:
     capture_busy_s: float = 0.0
     bad_samples: int = 0
     stale: int = 0
+    spilled: int = 0
 
 
 class StaleAttemptError(RuntimeError):
@@ -79,19 +82,36 @@ class _Attempt:
 class Flight:
     """All awaiting methods must run on one event loop."""
 
-    def __init__(self, max_bytes: int, ranks: int) -> None:
+    def __init__(self, max_bytes: int, ranks: int, frees_after_s: float = 0.0) -> None:
+        """`frees_after_s`: how long memory is held after nobody refers to it any more."""
         self._max_bytes = max_bytes
         self._ranks = ranks
+        self._frees_after_s = frees_after_s
         self._changed = asyncio.Condition()
         self._attempt = _Attempt(number=-1)
+        self._capturing = 0
         self.counters = StreamCounters()
 
     async def begin(self, attempt: int) -> None:
-        """Start an attempt (idempotent): everything in flight for older ones is dropped."""
+        """Start an attempt; what is in flight for older ones is dropped, what is being captured awaited."""
         async with self._changed:
-            if attempt > self._attempt.number:
-                self._attempt = _Attempt(number=attempt)
-                self.counters.reserved = self.counters.in_flight = 0
+            if attempt <= self._attempt.number:
+                return
+            state = self._attempt = _Attempt(number=attempt)
+            self._changed.notify_all()
+            await self._changed.wait_for(lambda: not self._capturing)
+        await self._give_back(state, self.counters.reserved, self.counters.in_flight)
+
+    @asynccontextmanager
+    async def capturing(self, attempt: int, window: int, window_bytes: int) -> AsyncIterator[None]:
+        """A pack of `window` is captured while the block runs, which begins once its bytes are reserved."""
+        await self.reserve(attempt, window, window_bytes)
+        self._capturing += 1
+        try:
+            yield
+        finally:
+            self._capturing -= 1
+            async with self._changed:
                 self._changed.notify_all()
 
     async def reserve(self, attempt: int, window: int, window_bytes: int) -> None:
@@ -156,10 +176,19 @@ class Flight:
             if len(acks) < self._ranks:
                 return
             del state.acks[window]
-            self.counters.reserved -= state.reserved.pop(window)
-            for key in state.keys_of_window.pop(window, []):
-                self.counters.in_flight -= state.deliveries.pop(key).nbytes
-            self._changed.notify_all()
+            reserved = state.reserved.pop(window)
+            keys = state.keys_of_window.pop(window, [])
+            in_flight = sum(state.deliveries.pop(key).nbytes for key in keys)
+        await self._give_back(state, reserved, in_flight)
+
+    async def _give_back(self, state: _Attempt, reserved: int, in_flight: int) -> None:
+        """Others may have these bytes once the memory is free, unless a new attempt has taken all."""
+        await asyncio.sleep(self._frees_after_s)
+        async with self._changed:
+            if self._attempt is state:
+                self.counters.reserved -= reserved
+                self.counters.in_flight -= in_flight
+                self._changed.notify_all()
 
     def _current(self, attempt: int) -> _Attempt:
         if self._attempt.number != attempt:

@@ -28,6 +28,7 @@ class StreamMeter:
             "stream/bytes_in_flight": now.in_flight,
             "stream/peak_bytes_in_flight": now.peak_in_flight,
             "stream/peak_bytes_reserved": now.peak_reserved,
+            "stream/spilled_bytes": now.spilled,
             "stream/bytes_total": now.delivered_total,
             "stream/captures": now.captures,
             "stream/recaptures": now.recaptures,

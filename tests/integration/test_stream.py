@@ -1,6 +1,7 @@
 """The stream on a Ray cluster: captures by the formula, damage repaired, bytes bounded, nothing left behind."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,9 @@ import psutil
 import pytest
 import ray
 import yaml
-from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 from ray.util.state import list_actors
 
+from benchmarks.stream import StorePeak
 from eagle3_train.config import JobConfig
 from eagle3_train.corpus.table import write_shard
 from eagle3_train.engines.pool import close_pool, spec_for, start_pool
@@ -31,8 +33,10 @@ from eagle3_train.stream.cache import HEADER_BYTES, pin, planned_captures
 from eagle3_train.stream.coordinator import coordinating
 from eagle3_train.stream.flight import StreamCounters
 from eagle3_train.stream.ledger import Ledger
+from eagle3_train.stream.meter import StreamMeter
 from eagle3_train.stream.pipeline import StreamLink, captured_packs
 from eagle3_train.stream.plan import PlanShape, Window, plan_run
+from eagle3_train.stream.store import Spill, store_stats
 from tests.integration.test_pipeline import ROOT, tiny_config
 from tests.tiny import HIDDEN, token_ids
 
@@ -70,18 +74,26 @@ def pool(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Iterator
 class Reader:
     """A consumer without a drafter: keeps the states of every (epoch, sample) it is given."""
 
-    def __init__(self, pool: Any, train_samples: list[Sample], cache_bytes: int) -> None:
+    def __init__(
+        self,
+        pool: Any,
+        train_samples: list[Sample],
+        cache_bytes: int = 0,
+        shape: PlanShape = SHAPE,
+        budget: int = BUDGET,
+    ) -> None:
         self.samples = train_samples
+        self.shape, self.budget = shape, budget
         self.pinned = pin(train_samples, TOKEN_BYTES, cache_bytes, 0)
-        self.ledger = Ledger(SHAPE.epochs, len(train_samples))
+        self.ledger = Ledger(shape.epochs, len(train_samples))
         self.states: dict[tuple[int, int], npt.NDArray[np.int16]] = {}
-        self._running = coordinating(pool, train_samples, self.pinned, None, BUDGET, 1, 3)
+        self._running = coordinating(pool, train_samples, self.pinned, None, budget, 1, 3)
         self.coordinator: Any = self._running.__enter__()
 
     def read(self, stop: Callable[[Window], bool] = lambda _: False) -> None:
         """One attempt: train what the ledger lacks, until `stop`, which may also do some harm."""
         attempt = ray.get(self.coordinator.begin.remote())
-        windows = plan_run(self.samples, [], SHAPE, self.ledger.trained, 0)
+        windows = plan_run(self.samples, [], self.shape, self.ledger.trained, 0)
         packs = captured_packs(windows, 0, StreamLink(self.coordinator, attempt, TOKEN_BYTES, 4))
         for window in windows:
             for _ in window.packs:
@@ -111,7 +123,7 @@ class Reader:
                 as_float(states), as_float(self.states[0, row]), rtol=2e-2, atol=2e-2
             )
         assert counters.in_flight == counters.reserved == 0
-        assert 0 < counters.peak_in_flight <= counters.peak_reserved <= BUDGET
+        assert 0 < counters.peak_in_flight <= counters.peak_reserved <= self.budget
         return counters
 
 
@@ -132,6 +144,37 @@ def test_captures_equal_the_formula_for_every_cache_size(pool: Any, share: float
     assert counters.captures == planned_captures(reader.pinned, SHAPE.epochs)
     assert counters.cache_hits == (SHAPE.epochs - 1) * reader.pinned.sum()
     assert counters.recaptures == 0
+
+
+def test_what_rays_store_holds_by_its_own_count_stays_within_the_budget(pool: Any) -> None:
+    shape = replace(SHAPE, accumulation=1, tokens_per_pack=1024)
+    reader = Reader(pool, samples(200), shape=shape, budget=2 * 1024 * TOKEN_BYTES)
+    with StorePeak() as store:
+        reader.read()
+    packs = len(plan_run(reader.samples, [], shape, np.zeros((5, 200), dtype=np.bool_), 0))
+    reader.close()
+    rows = packs * 4096  # Ray Data's blocks, one a pack: names and counts
+    assert 1024 * TOKEN_BYTES < store.nbytes <= reader.budget + rows < 3 * 1024 * TOKEN_BYTES
+
+
+def test_bytes_that_the_store_writes_to_disk_are_counted_and_warned_of(
+    pool: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("eagle3_train"), "propagate", True)
+    reader, spill = Reader(pool, samples(20)), Spill()
+    ray.get(reader.coordinator.counters.remote())  # it has started
+    held = [
+        ray.put(np.zeros(64 << 20, dtype=np.uint8)) for _ in range(10)
+    ]  # the store has room for 7
+    assert spill.read() > 64 << 20
+    del held
+    assert ray.get(reader.coordinator.spilled.remote()) == spill.nbytes
+    counters = ray.get(reader.coordinator.counters.remote())
+    assert StreamMeter().read(counters)["stream/spilled_bytes"] == spill.nbytes
+    for remedy in ("object_store_memory", "stream.max_bytes_in_flight"):
+        assert remedy in caplog.text
+    reader.read()
+    reader.close()
 
 
 def shard_file() -> tuple[Path, int]:
@@ -168,12 +211,6 @@ def test_a_damaged_cache_and_a_lost_worker_group_cost_recaptures_and_nothing_els
     assert counters.cache_hits > hits, "the cache outlives the worker group"
 
 
-def store_stats() -> Any:
-    """Ray's object-store counters."""
-    address = ray.get_runtime_context().gcs_address
-    return get_memory_info_reply(get_state_from_address(address)).store_stats
-
-
 def left_on_disk() -> set[str]:
     """Names outside the run that a run could leave; Ray's own session and pytest's folders are theirs."""
     folders = [Path(tempfile.gettempdir()), Path("/dev/shm")]
@@ -204,14 +241,14 @@ def test_five_epochs_over_200_samples_with_a_twentieth_of_their_bytes(
     pool: Any, tmp_path: Path
 ) -> None:
     config = write_run(tmp_path, "five", cache_share=0.4)
-    before, spilled = left_on_disk(), store_stats().spilled_bytes_total
+    before = left_on_disk()
     result = train.run(config, pool)
     assert result["samples_trained"] == result["samples_expected"] == 1000
     assert result["captures"] == result["captures_planned"]
     assert 200 < result["captures"] < 1000
     assert result["peak_bytes_in_flight"] <= config.stream.max_bytes_in_flight
     assert 20 * config.stream.max_bytes_in_flight <= result["hidden_state_bytes_total"]
-    assert store_stats().spilled_bytes_total == spilled
+    assert result["spilled_bytes"] == 0
     assert left_on_disk() == before
     assert {entry.name for entry in tmp_path.iterdir()} == {"target", "prompts.jsonl", "runs"}
 

@@ -14,12 +14,13 @@ import psutil
 import pytest
 import ray
 
+from benchmarks.stream import StorePeak
 from eagle3_train.config import JobConfig
 from eagle3_train.corpus.table import write_shard
 from eagle3_train.engines.pool import close_pool, spec_for, start_pool
 from eagle3_train.records import Sample
 from eagle3_train.rundir import RunDir
-from eagle3_train.runlog import read_metrics
+from eagle3_train.runlog import JobError, read_metrics
 from eagle3_train.stages import train
 from eagle3_train.target.facts import read_facts, resolve_boundaries
 from tests.integration.test_pipeline import tiny_config
@@ -74,7 +75,9 @@ def kill_train_worker() -> None:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory, pool: Any) -> tuple[JobConfig, Any]:
     config = job(tmp_path_factory.mktemp("undisturbed"), "undisturbed")
-    return config, train.run(config, pool)
+    with StorePeak() as store:
+        result = train.run(config, pool)
+    return config, result | {"store_peak_bytes": store.nbytes}
 
 
 def test_every_pair_is_trained_once_and_bytes_stay_within_the_budget(
@@ -84,6 +87,8 @@ def test_every_pair_is_trained_once_and_bytes_stay_within_the_budget(
     assert result["samples_trained"] == result["samples_expected"] > 0
     assert result["bad_samples"] == 0
     assert 0 < result["peak_bytes_in_flight"] <= config.stream.max_bytes_in_flight
+    beside = 150_000  # Ray Data's rows, the samples, the job
+    assert result["store_peak_bytes"] <= config.stream.max_bytes_in_flight + beside
 
 
 def test_a_killed_worker_and_a_killed_engine_change_neither_counts_nor_losses(
@@ -106,6 +111,40 @@ def test_a_killed_worker_and_a_killed_engine_change_neither_counts_nor_losses(
     calm, hit = losses(reference), losses(config)
     assert list(hit) == list(calm), "steps are recorded once, in order"
     np.testing.assert_allclose(list(hit.values()), list(calm.values()), rtol=1e-4)
+
+
+def test_what_a_worker_fails_of_is_one_line_and_an_unregistered_checkpoint_goes(
+    undisturbed: tuple[JobConfig, Any], pool: Any, tmp_path: Path
+) -> None:
+    config = job(tmp_path, "changed", epochs=1)
+    paths = RunDir(config.run_path)
+    train.run(config, pool)
+    paths.train_result.unlink()
+    unregistered = paths.checkpoints / "checkpoint_2026-12-02_01-02-03.000004"
+    unregistered.mkdir()
+    raw = config.model_dump(mode="json")
+    raw["train"] |= {"max_failures": 0}
+    hidden = [
+        (file, file.rename(file.with_name("away")))
+        for file in paths.checkpoints.glob("*/.metadata")
+    ]
+    with pytest.raises(JobError, match="etadata") as failed:
+        train.run(JobConfig.model_validate(raw), pool)
+    for file, away in hidden:
+        away.rename(file)
+    assert "\n" not in str(failed.value)
+    assert str(paths.log("driver", 0)) in str(failed.value)
+    assert not unregistered.exists()
+    assert train.run(config, pool)["samples_trained"] > 0, "what was registered is still there"
+
+
+def test_a_run_that_goes_on_with_other_epochs_is_refused_before_anything_starts(
+    undisturbed: tuple[JobConfig, Any],
+) -> None:
+    config, _ = undisturbed
+    more = config.train.model_copy(update={"epochs": 4})
+    with pytest.raises(ValueError, match="ledger does not hold 4 epochs"):
+        train.check(config.model_copy(update={"train": more}))
 
 
 def test_one_worker_learns_what_two_learn(

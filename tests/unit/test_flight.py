@@ -21,8 +21,8 @@ def delivery(states: str, nbytes: int, bad: dict[int, str] | None = None) -> Del
     return Delivery([Part(states, nbytes, [0])], bad or {})
 
 
-async def _flight(max_bytes: int, ranks: int = 1) -> Flight:
-    flight = Flight(max_bytes, ranks)
+async def _flight(max_bytes: int, ranks: int = 1, frees_after_s: float = 0.0) -> Flight:
+    flight = Flight(max_bytes, ranks, frees_after_s)
     await flight.begin(0)
     return flight
 
@@ -100,5 +100,32 @@ def test_a_new_attempt_frees_everything_and_turns_old_callers_away() -> None:
         await stream.reserve(1, 0, 100)
         counters = stream.counters
         assert (counters.in_flight, counters.stale) == (0, 1)
+
+    asyncio.run(story())
+
+
+def test_bytes_that_ray_keeps_after_the_ack_are_given_to_nobody_until_it_has_freed_them() -> None:
+    async def story() -> None:
+        stream = await _flight(100, frees_after_s=0.1)
+        await stream.reserve(0, 0, 60)
+        later = asyncio.ensure_future(stream.reserve(0, 1, 60))
+        acknowledged = asyncio.ensure_future(stream.ack(0, 0, 0))
+        await asyncio.sleep(0.05)
+        assert not later.done()
+        assert stream.counters.reserved == 60
+        await acknowledged
+        await later
+
+    asyncio.run(story())
+
+
+def test_a_new_attempt_waits_for_the_captures_of_the_old_one_which_still_fill_memory() -> None:
+    async def story() -> None:
+        stream = await _flight(100)
+        async with stream.capturing(0, 0, 80):
+            beginning = await _blocked(stream.begin(1))
+            assert stream.counters.reserved == 80
+        await beginning
+        assert stream.counters.reserved == 0
 
     asyncio.run(story())

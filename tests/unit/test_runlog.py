@@ -4,7 +4,7 @@ from pathlib import Path
 
 from eagle3_train.config_file import load_config
 from eagle3_train.rundir import RunDir
-from eagle3_train.runlog import MetricsLog, read_metrics
+from eagle3_train.runlog import MetricsLog, read_metrics, reason
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
 
@@ -24,3 +24,16 @@ def test_a_resumed_run_drops_the_steps_that_were_lost(tmp_path: Path) -> None:
     log.write(5, {"note": [1, 2]})
     log.close()
     assert read_metrics(record) == [{"step": 4, "a": 1}, {"step": 5, "note": [1, 2]}]
+
+
+def test_what_a_worker_said_is_read_without_the_traceback_around_it() -> None:
+    traceback = 'ray::f() (pid=7)\n  File "a.py", line 1, in f\n    raise {0}({1!r})\n{0}: {1}\n'
+    user_error = ValueError(traceback.format("eagle3_train.x.EngineError", "no room; buy some"))
+    assert reason(user_error) == "no room; buy some"
+    began = traceback.format("ValueError", "packs do not fit; lower them")
+    chained = RuntimeError(
+        began + "\nThe above exception was the direct cause\nray.UserCodeException: UDF"
+    )
+    assert reason(chained) == "packs do not fit; lower them"
+    assert reason(RuntimeError(traceback.format("KeyError", "'a'"))) == "KeyError: 'a'"
+    assert reason(ValueError("two\nlines: of ours")) == "two\nlines: of ours"
