@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from tests.tiny import write_drafter, write_target
 
@@ -88,14 +89,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Path
     other = write_drafter(folder / "other", folder / "target", "llama", seed=1)
     config["evaluate"] |= {"against": str(other), "sampled_answers": 8}
     file.write_text(yaml.safe_dump(config))
-    away = (other / "model.safetensors").rename(folder / "away.safetensors")
+    weights = load_file(other / "model.safetensors")
+    wrapped = {f"draft_model.{name}": tensor for name, tensor in weights.items()}
+    save_file(wrapped, other / "model.safetensors")  # we read such names, vLLM does not
     died = submit(ray_cluster, file)
     kept = folder / "runs" / "tiny" / "evaluate" / "measured"
     assert died.returncode != 0
     assert sorted(file.stem for file in kept.iterdir()) == ["plain", "trained", "untrained"], (
         died.stdout[-6000:] + died.stderr[-2000:]
     )
-    away.rename(other / "model.safetensors")
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
     submitted = submit(ray_cluster, file)
     assert submitted.returncode == 0, submitted.stdout[-6000:] + submitted.stderr[-2000:]
     return folder / "runs" / "tiny"
