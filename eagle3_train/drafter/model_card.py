@@ -111,12 +111,8 @@ def _launch(name: str, config: Json, facts: Json) -> list[str]:
         ["python", "-m", "sglang.launch_server", "--model-path", target, "--tp-size", ranks, *code],
         ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", name],
         ["--speculative-num-steps", k, "--speculative-eagle-topk", 1],
-        [
-            "--speculative-num-draft-tokens",
-            k + 1,
-            "--speculative-draft-model-quantization",
-            "unquant",
-        ],
+        ["--speculative-num-draft-tokens", k + 1],
+        ["--speculative-draft-model-quantization", "unquant"],
     )
     text = [
         f"`{name}` is the path of this directory, `{target}` the target's path or hub id. vLLM:",

@@ -20,7 +20,7 @@ from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.records import Sample
-from eagle3_train.rundir import RunDir
+from eagle3_train.rundir import RunDir, reading
 from eagle3_train.runlog import log
 from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import read_facts
@@ -90,7 +90,7 @@ def write_initial(config: JobConfig, train: list[Sample]) -> None:
             vocab.save(run.draft_vocab)
     origin = config.drafter.init_from or ""
     if run.initial_weights.exists():
-        with safe_open(run.initial_weights, framework="numpy") as file:
+        with reading(run.initial_weights), safe_open(run.initial_weights, "numpy") as file:
             began = (file.metadata() or {}).get("init_from", "")
         if began != origin:
             raise ValueError(

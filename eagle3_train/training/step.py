@@ -44,8 +44,8 @@ def train_step(
     config, clock = state.config.train, state.clock
     step = state.step + 1
     # Metrics come with every checkpoint too, so that none is written after a step that did not count.
-    wanted = (config.log_every, config.checkpoint_every, state.total_steps)
-    logged = any(step % every == 0 for every in wanted)
+    intervals = (config.log_every, config.checkpoint_every)
+    logged = step == state.total_steps or any(step % every == 0 for every in intervals)
     options = LossOptions(kind=config.loss, decay=config.decay)
     tally = Tally(config.ttt_steps, state.device)
     waits, started = [], clock.mark()
@@ -75,11 +75,11 @@ def train_step(
     tokens, seconds, waited, step_s = clock.read()
     norms = torch.stack(state.norms).tolist()
     state.norms.clear()
-    if not (math.isfinite(loss) and all(map(math.isfinite, norms))):
+    wrong = [step - back for back, norm in enumerate(reversed(norms)) if not math.isfinite(norm)]
+    if wrong or not math.isfinite(loss):
         raise NonFiniteLossError(
-            f"step {step}: loss {loss}, gradient norms of the last {len(norms)} steps {norms} "
-            f"(samples of this one {[pack.entries for pack in window.packs]}); lower train.lr, or set train.log_every=1 to "
-            "see which samples it is"
+            f"the gradient is not finite at steps {wrong[::-1]}, the loss of step {step} is {loss}; lower train.lr, or set "
+            f"train.log_every=1 to see which samples it is (of step {step}: {[pack.entries for pack in window.packs]})"
         )
     return {
         "epoch": state.ledger.count / len(state.train),

@@ -114,6 +114,21 @@ def test_every_loss_and_gradient(kind, vocab):
     torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", get_args(losses.LossKind))
+def test_every_loss_where_both_probabilities_underflow(kind):
+    from eagle3_train.drafter import loss_kernels
+
+    table, logits, weights = torch.zeros(2, 300), torch.zeros(2, 300), torch.ones(2)
+    table[:, 7] = logits[1, 7] = logits[0, 9] = 400.0
+    slots, lse, expected = torch.arange(2, dtype=torch.int32), table.logsumexp(-1), logits.clone()
+    value = losses.loss_and_gradient_(expected, losses.Teacher(table, lse), slots, weights, kind)
+    arguments = (slots, weights, kind, losses.LK_LAMBDA_RATE)
+    got = loss_kernels.loss_and_gradient_(logits, table, lse, *arguments)
+    assert expected.isfinite().all()
+    torch.testing.assert_close(got.sum(), value, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(logits, expected, rtol=1e-3, atol=1e-6)
+
+
 def test_rows_are_added_and_scaled_in_place():
     from eagle3_train.drafter import kernels
 
