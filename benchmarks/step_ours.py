@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ _MLA = replace(
     ttt=7,
     head_dim=192,
     mla=(1536, 512, 64, 128),
-)  # what configs/kimi-k2.5.yaml trains; no peer does
+)  # what configs/kimi-k2.5.yaml trains
 SHAPES = {shape.name: shape for shape in (_LLAMA, _KIMI, _RAGGED, _LONG, _MLA)}
 
 
@@ -282,12 +283,12 @@ def measure_ours(shape: Shape, options: argparse.Namespace, turn: Any) -> None:
         record = measured(shape, fraction, options.impl, times, first_s[fraction])
         record |= _roofline(shape.spec, [pack.rows for pack in host], record["step_ms"])
         record |= {"launch_ms": round(launch_ms, 2), "loss": round(float(timed[-1][1]), 5)}
-        done = step_flops.products_done(lambda packs=packs: ours.step(packs))  # type: ignore[misc]
+        done = step_flops.products_done(partial(ours.step, packs))
         attention = sum(step_flops.needed(shape.spec, pack.rows).attention for pack in host)
         record |= {"flops_done": done + attention}
         print("RESULT " + json.dumps(record), flush=True)
         if options.profile is not None:
-            _profile(lambda packs=packs: ours.step(packs), options.profile)  # type: ignore[misc]
+            _profile(partial(ours.step, packs), options.profile)
     turn.together()
 
 
