@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 REPLICA_THREADS = 64
 POOL_THREADS = 128
-LOG_EVERY_S = 5.0
+FIRST_WORD_S = 5.0
 CLOSE_TIMEOUT_S = 30.0
 # vLLM and torch greet on every start; what matters reaches us as an EngineError. Spinning OpenMP threads
 # would stall whatever shares the cores.
@@ -65,7 +65,7 @@ def spec_for(
 
 
 def start_pool(spec: EngineSpec, engine: EngineConfig) -> Any:
-    """Handle of a pool whose replicas are ready; says every few seconds what it waits for.
+    """Handle of a pool whose replicas are ready; says ever more rarely what it waits for.
 
     Raises EngineError when the cluster is too small or an engine cannot start; nothing is left behind then.
     """
@@ -73,8 +73,10 @@ def start_pool(spec: EngineSpec, engine: EngineConfig) -> Any:
     pool = actor.remote(spec, engine)
     starting = pool.start.remote()
     try:
-        while not ray.wait([starting], timeout=LOG_EVERY_S)[0]:
+        pause = FIRST_WORD_S
+        while not ray.wait([starting], timeout=pause)[0]:
             log.info("engines: %s", ray.get(pool.status.remote()))
+            pause *= 2
         facts: EngineFacts = ray.get(starting)
     except BaseException as error:
         close_pool(pool)

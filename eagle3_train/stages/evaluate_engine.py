@@ -42,6 +42,7 @@ Sampled = list[list[Tokens]]
 """For each prompt, its sampled answers."""
 
 WARM_UP_TOKENS = 32
+SLICES = 10  # a pass is timed in
 PASS_ROUNDS = 4  # requests of a pass, in multiples of the concurrency, at least
 SAMPLED_TOKENS = 16
 MOST_CONCURRENT = 56  # a replica answers 64 callers at once
@@ -51,9 +52,9 @@ UNTRAINED = (8,)
 PLAIN_SEED, DRAFTED_SEED = 0, 1_000_000
 
 
-def ask(replica: Any, requests: Sequence[Request], concurrency: int) -> list[Generation]:
-    """Answers in order of `requests`, `concurrency` of them in flight at any time."""
-    waiting, found = deque(requests), {}
+def answering(replica: Any, requests: Sequence[Request], concurrency: int) -> Iterator[Generation]:
+    """Answers as they come, `concurrency` requests in flight at any time."""
+    waiting = deque(requests)
     flying: list[Any] = []
     while waiting or flying:
         while waiting and len(flying) < concurrency:
@@ -62,7 +63,12 @@ def ask(replica: Any, requests: Sequence[Request], concurrency: int) -> list[Gen
         for generation in (answer for reference in done for answer in ray.get(reference)):
             if generation.finish_reason == "error":
                 raise ValueError(f"the engine refused {generation.id}: {generation.text}")
-            found[generation.id] = generation
+            yield generation
+
+
+def ask(replica: Any, requests: Sequence[Request], concurrency: int) -> list[Generation]:
+    """Answers in order of `requests`."""
+    found = {answer.id: answer for answer in answering(replica, requests, concurrency)}
     return [found[request.id] for request in requests]
 
 
@@ -87,7 +93,8 @@ def measure(
     passes until they have taken `seconds`; with 0 every prompt is asked once, which suffices where no time is compared.
     """
     before: Acceptance = ray.get(replica.acceptance.remote())
-    answers, timed, counters = [], [], before
+    answers, counters = [], before
+    timed: list[Timed] = []
     if concurrency == 1:
         for request in asked:
             earlier = counters
@@ -96,13 +103,13 @@ def measure(
             alone = counters - earlier
             own = alone.num_drafts, alone.accepted_per_position
             answers.append(Answer(request.id, generation.prompt_ids, generation.output_ids, *own))
-            timed.append(one)
+            timed += one
     else:
         copies = math.ceil(PASS_ROUNDS * concurrency / len(asked)) if seconds else 1
         repeated = [replace(r, id=f"{r.id}#{copy}") for copy in range(copies) for r in asked]
         while not timed or sum(one.seconds for one in timed) < seconds:
-            generations, one = _timed(replica, repeated, concurrency)
-            timed.append(one)
+            generations, more = _timed(replica, repeated, concurrency)
+            timed += more
         counters = ray.get(replica.acceptance.remote())
         answers = [
             Answer(request.id, generation.prompt_ids, generation.output_ids)
@@ -116,11 +123,18 @@ def measure(
 
 def _timed(
     replica: Any, asked: Sequence[Request], concurrency: int
-) -> tuple[list[Generation], Timed]:
+) -> tuple[list[Generation], list[Timed]]:
+    """Answers in order of `asked`, and the time in SLICES of about as many answers, one after the other."""
+    found, timed, requests, tokens = {}, [], 0, 0
     started = time.perf_counter()
-    generations = ask(replica, asked, concurrency)
-    tokens = sum(len(generation.output_ids) for generation in generations)
-    return generations, Timed(len(asked), tokens, time.perf_counter() - started)
+    for generation in answering(replica, asked, concurrency):
+        found[generation.id] = generation
+        requests, tokens = requests + 1, tokens + len(generation.output_ids)
+        if len(found) * SLICES // len(asked) > (len(found) - 1) * SLICES // len(asked):
+            now = time.perf_counter()
+            timed.append(Timed(requests, tokens, now - started))
+            started, requests, tokens = now, 0, 0
+    return [found[request.id] for request in asked], timed
 
 
 def measure_all(

@@ -61,7 +61,12 @@ def tiny_config(folder: Path, name: str, prompts: int = 40) -> dict[str, Any]:
             "checkpoint_every": 4,
         },
         "export": {"dtype": "float32"},
-        "evaluate": {"num_prompts": 6, "sampling": {"max_new_tokens": 32}},
+        "evaluate": {
+            "num_prompts": 6,
+            "sampling": {"max_new_tokens": 32},
+            "concurrency": [1, 4],
+            "seconds": 0.5,
+        },
     }
 
 
@@ -144,12 +149,21 @@ def test_the_walk_predicts_every_drafting_round_of_the_engine(finished: Path) ->
     assert all(walked == served for walked, served in evaluation["rounds"])
     assert len(evaluation["rounds"]) == evaluation["trained"]["requests"] > 0
     assert len(evaluation["expected_by_k"]) == 7 > evaluation["num_speculative_tokens"]
-    assert evaluation["best_k"] in range(1, 8)
 
 
 def test_sampled_answers_with_and_without_drafter_are_of_one_distribution(finished: Path) -> None:
     evaluation = json.loads((finished / "evaluate" / "evaluation.json").read_text())
     assert evaluation["sampled_agreement"] > 0.001
+
+
+def test_every_concurrency_gets_a_speedup_with_its_interval(finished: Path) -> None:
+    evaluation = json.loads((finished / "evaluate" / "evaluation.json").read_text())
+    rows = [row for row in evaluation["rows"] if row["drafter"] == "trained"]
+    assert {row["concurrency"] for row in rows} == {1, 4}
+    for row in rows:
+        low, high = row["speedup_interval"]
+        assert low <= row["speedup"] <= high
+        assert row["lossless"] is True
 
 
 def test_a_drafter_of_another_shape_is_measured_on_the_same_prompts(finished: Path) -> None:
