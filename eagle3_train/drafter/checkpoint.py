@@ -125,8 +125,7 @@ def validate_checkpoint(
     for name in shapes:
         if str(tensors[name].dtype) != f"torch.{dtype}":
             raise ExportError(f"tensor {name} is {tensors[name].dtype}, config.json says {dtype}")
-        if not tensors[name].isfinite().all():
-            raise ExportError(f"tensor {name} holds values that are not finite")
+    _check_finite(directory, tensors)
     if not spec.full_vocab:
         _check_vocabulary(tensors["d2t"], tensors["t2d"], spec.vocab_size)
         if absent := [token for token in target.required_tokens if not tensors["t2d"][token]]:
@@ -146,6 +145,13 @@ def _check_shapes(
         found = tuple(tensors[name].shape)
         if found != shape:
             raise ExportError(f"{directory}: {name} has shape {found}, expected {shape}")
+
+
+def _check_finite(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    if wrong := sorted(name for name, tensor in tensors.items() if not tensor.isfinite().all()):
+        raise ExportError(
+            f"{directory}: {', '.join(wrong)} holds values that are not finite; name another checkpoint"
+        )
 
 
 def _check_vocabulary(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> None:
@@ -185,13 +191,15 @@ def read_checkpoint(directory: Path, spec: DrafterSpec | None = None) -> Checkpo
 
     Understood: midlayer. and layers.0. names, wrapper prefixes, safetensors only, plain and speculators
     configurations, absent maps for a full vocabulary. Raises ExportError for architectures this project does not
-    train, for a draft vocabulary that no engine could map, and, when `spec` is given, for another shape than it.
+    train, for quantised or non-finite weights, for a draft vocabulary that no engine could map, and, when `spec` is
+    given, for another shape than it.
     """
     config = read_config(directory)
     tensors = {_canonical(name): tensor for name, tensor in read_tensors(directory).items()}
     if tensors.pop("embed_tokens.weight", None) is not None:
         log.warning("%s: its embedding is ignored, a served drafter shares the target's", directory)
     d2t, t2d = tensors.pop("d2t", None), tensors.pop("t2d", None)
+    _check_plain(directory, config, tensors)
     if "fc.weight" not in tensors:
         raise ExportError(f"{directory} holds no fc.weight: not an EAGLE-3 drafter")
     config.setdefault(
@@ -210,7 +218,28 @@ def read_checkpoint(directory: Path, spec: DrafterSpec | None = None) -> Checkpo
     if "lm_head.weight" not in tensors:
         del shapes["lm_head.weight"]
     _check_shapes(directory, tensors, shapes)
+    _check_finite(directory, tensors)
     return Checkpoint(found, tensors, d2t, _boundaries(config))
+
+
+def _check_plain(directory: Path, config: Json, tensors: dict[str, Tensor]) -> None:
+    """The weights must be numbers as they are, for the activation that the drafter has."""
+    if (activation := config.get("hidden_act") or "silu") != "silu":
+        raise ExportError(
+            f"{directory}: hidden_act is {activation}, drafters here have silu; name another checkpoint"
+        )
+    quantised = [
+        f"tensor {name} ({str(tensor.dtype).removeprefix('torch.')})"
+        for name, tensor in tensors.items()
+        if "_scale" in name or tensor.dtype.itemsize == 1 or not tensor.is_floating_point()
+    ]
+    if config.get("quantization_config"):
+        quantised.append("quantization_config in config.json")
+    if quantised:
+        raise ExportError(
+            f"{directory} is quantised: {', '.join(quantised[:3])}; name the checkpoint it was made from, or "
+            "multiply its scales in, save bfloat16 weights and drop quantization_config"
+        )
 
 
 def _imported_vocabulary(
@@ -246,6 +275,13 @@ def _check_same(directory: Path, found: DrafterSpec, wanted: DrafterSpec) -> Non
     if differing:
         raise ExportError(
             f"{directory} has another shape ({'; '.join(differing)}); set the drafter section to its sizes"
+        )
+    if found.rope != wanted.rope:
+        log.warning(
+            "%s was trained with RoPE %s; the target's is used instead: %s",
+            directory,
+            found.rope.parameters(),
+            wanted.rope.parameters(),
         )
 
 

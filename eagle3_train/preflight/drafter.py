@@ -101,6 +101,9 @@ def drafter(config: JobConfig, facts: TargetFacts, engines: Sequence[EngineIndex
             f"train.fp8 multiplies sizes of 16 only; hidden, MLP and draft vocabulary are {sizes}"
         )
         checks.append(Check("fp8", "fail", reason, "set train.fp8=false, or change those sizes"))
+    elif config.train.fp8 and not config.train.gpus_per_worker:
+        reason = "workers without a GPU emulate train.fp8: the same rounding, multiplied in float32, so slower than without"
+        checks.append(Check("fp8", "warn", reason, "set train.fp8=false, or give workers a GPU"))
     architecture = MLA if spec.attention == "mla" else LLAMA
     wanted = {switch for switch in SWITCHES if getattr(config.drafter, switch)}
     for index in engines:

@@ -473,6 +473,7 @@ def test_a_pickled_checkpoint_is_not_opened(tmp_path: Path) -> None:
         ),
         (edit_tensors(lambda t: t.pop("fc.weight")), "not an EAGLE-3 drafter"),
         (edit_tensors(lambda t: (t.pop("d2t"), t.pop("t2d"))), "without d2t or t2d"),
+        (edit_config(lambda c: c.update(hidden_act="gelu")), "hidden_act is gelu"),
     ],
 )
 def test_a_foreign_architecture_is_refused_by_name(
@@ -490,3 +491,52 @@ def test_another_shape_is_refused_before_any_weight_is_used(tmp_path: Path) -> N
     assert read_checkpoint(directory, longer).spec == LLAMA_SPEC
     with pytest.raises(ExportError, match="intermediate_size: 24 there, 32 here"):
         read_checkpoint(directory, replace(LLAMA_SPEC, intermediate_size=32))
+
+
+QUANTISED: list[tuple[Callable[[Path], None], str]] = [
+    (edit_tensors(lambda t: t.update({FC: t[FC].to(torch.float8_e4m3fn)})), r"fc.weight \(float8"),
+    (edit_tensors(lambda t: t.update({"fc.weight_packed": t.pop(FC).int()})), r"packed \(int32"),
+    (edit_tensors(lambda t: t.update({"fc.weight_scale": torch.ones(1)})), "fc.weight_scale"),
+    (edit_config(lambda c: c.update(quantization_config={"bits": 4})), "quantization_config"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "fault"), QUANTISED)
+def test_a_quantised_drafter_is_refused_with_what_to_do(
+    tmp_path: Path, spoil: Callable[[Path], None], fault: str
+) -> None:
+    directory = write(tmp_path / "drafter")
+    spoil(directory)
+    with pytest.raises(ExportError, match=f"is quantised: .*{fault}.*; name the checkpoint it was"):
+        read_checkpoint(directory)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_a_drafter_with_weights_that_are_not_finite_is_refused_by_tensor(
+    tmp_path: Path, value: float
+) -> None:
+    directory = write(tmp_path / "drafter")
+    edit_tensors(lambda t: t["norm.weight"].__setitem__(3, value))(directory)
+    with pytest.raises(ExportError, match=f"{directory}: norm.weight holds values"):
+        read_checkpoint(directory)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        replace(LLAMA3, theta=10_000.0),
+        replace(LLAMA3, factor=32.0),
+        RopeSpec("linear", LLAMA3.theta, LLAMA3.factor),
+    ],
+    ids=["theta", "factor", "type"],
+)
+def test_a_warm_start_says_that_another_rope_gives_way_to_the_targets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, rope: RopeSpec
+) -> None:
+    directory = write(tmp_path / "drafter", replace(LLAMA_SPEC, rope=rope))
+    read_checkpoint(directory)  # measured as it is, with its own
+    read_checkpoint(directory, replace(LLAMA_SPEC, rope=rope))
+    assert not caplog.text
+    read_checkpoint(directory, LLAMA_SPEC)
+    there, here = rope.parameters(), LLAMA3.parameters()
+    assert f"trained with RoPE {there}; the target's is used instead: {here}" in caplog.text

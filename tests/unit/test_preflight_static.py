@@ -237,6 +237,20 @@ def test_blocks_of_a_quantised_mlp_do_not_straddle_gpus(target, tmp_path):
     assert (check.name, "[1, 2]" in check.action) == ("tensor_parallel", True)
 
 
+def test_fp8_without_a_gpu_is_called_an_emulation(target, tmp_path):
+    model = {**LLAMA, "vocab_size": 16}
+    (target / "config.json").write_text(json.dumps(model))
+    sizes = {"draft_vocab_size": 16}
+
+    def found(**train):
+        job = config(tmp_path, drafter=sizes, train={"fp8": True, **train})
+        return [(c.verdict, c.reason) for c in checks(job) if c.name == "fp8"]
+
+    [(verdict, reason)] = found()
+    assert (verdict, "emulate" in reason) == ("warn", True)
+    assert found(gpus_per_worker=1) == []
+
+
 def test_the_embeddings_are_not_tapped_on_a_gpu_nor_by_hooks(target, tmp_path):
     aux = {"aux_layers": (0, 4, 5)}
     vllm = [engine_index("vllm", "0.23.0")]
