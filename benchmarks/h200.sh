@@ -10,6 +10,7 @@
 #   bash benchmarks/h200.sh test OUT                 tests/gpu/test_step_gpu.py: 80 s
 #   bash benchmarks/h200.sh step PEERS SHAPES OUT    the training step beside the peers' checkouts in PEERS ("llama8b kimi ragged kimi-32k
 #                                                    kimi-mla"): kimi 335 s, kimi-32k 68 s, each round of ragged about 120 s
+#   bash benchmarks/h200.sh tune SHAPES OUT          tiles of the attention kernels for "kimi-mla llama8b"
 #   bash benchmarks/h200.sh real ROLLOUT OUT         500 steps on 2,000 of a rollout's answers: does fp8 cost loss: 250 s
 # Seconds of test and step were measured on a host that reads its disk slowly (2026-12-02), where an engine takes 100 to
 # start; the others are limits to give: each was cut off at less.
@@ -95,6 +96,9 @@ test)
 step)
   export PYTHONPATH=$2/site:$PYTHONPATH
   python3 benchmarks/step.py --shapes $3 --peers "$2" --out "$out/step.jsonl" --warmup 3 --iters 20 2>&1 | tee "$out/step.txt"
+  ;;
+tune)
+  python3 benchmarks/tune_attention.py --shapes $2 2>&1 | tee "$out/tune.txt"
   ;;
 real)
   smollm2

@@ -156,9 +156,9 @@ class _Attend(Function):
         out = state.output.step(k)
         lse = torch.empty(query.shape[:2], dtype=wide(query.dtype), device=query.device)
         if query.is_cuda:
-            from eagle3_train.drafter import attention_kernels
+            from eagle3_train.drafter import attention_launch
 
-            attention_kernels.forward(query, state, rows, out, lse)
+            attention_launch.forward(query, state, rows, out, lse)
         else:
             _forward(query, state, rows, out, lse)
         ctx.saved, ctx.state, ctx.rows, ctx.k = (query, out.detach(), lse), state, rows, k
@@ -169,9 +169,9 @@ class _Attend(Function):
         state, k, saved = ctx.state, ctx.k, (*ctx.saved, d_out.contiguous())
         d_query = state.d_query.step(k).unflatten(1, (state.heads, state.qk_dim))
         if d_out.is_cuda:
-            from eagle3_train.drafter import attention_kernels
+            from eagle3_train.drafter import attention_launch
 
-            attention_kernels.backward(saved, state, ctx.rows, k, d_query)
+            attention_launch.backward(saved, state, ctx.rows, k, d_query)
         else:
             _backward(saved, state, ctx.rows, k, d_query)
         state.turn_(d_query, ctx.rows.query_angles, back=True)

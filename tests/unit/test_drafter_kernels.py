@@ -180,18 +180,19 @@ def attention_state(spec, rows):
             [[1] * 20 + [0] * 30 + [1] * 15],
             32,
         ),
+        (llama_spec(head_dim=48, num_heads=4, num_kv_heads=2), [[0] * 20 + [1] * 20] * 2, 16),
         (llama_spec(head_dim=16, num_heads=6, num_kv_heads=2), [[0] * 30 + [1] * 20] * 2, 16),
         (mla_spec(num_heads=2, num_kv_heads=2), [[0] * 20 + [1] * 20, [0] * 5 + [1] * 30], 16),
     ],
-    ids=["short", "documents", "two-turns", "dead-lanes", "mla"],
+    ids=["short", "documents", "two-turns", "two-parts", "dead-lanes", "mla"],
 )
 def test_attention_and_its_gradients(spec, masks, tile, monkeypatch):
     """Small tiles, so that few rows make masked heads, unmasked middles and masked tails."""
-    from eagle3_train.drafter import attention_kernels
+    from eagle3_train.drafter import attention_launch
 
     if tile:
-        tiles = dict.fromkeys(attention_kernels.TILES, (tile, 16, 4, 1))
-        monkeypatch.setattr(attention_kernels, "TILES", tiles)
+        tiles = dict.fromkeys(attention_launch.TILES, (tile, 16, 4, 1))
+        monkeypatch.setattr(attention_launch, "TILES", tiles)
     mask_arrays = [np.array(mask, dtype=bool) for mask in masks]
     rows = plan_rows([np.zeros(len(m), int) for m in mask_arrays], mask_arrays, 3)
     tables = rope.rope_tables(spec, rows.max_position, torch.device("cpu"))
@@ -206,7 +207,7 @@ def test_attention_and_its_gradients(spec, masks, tile, monkeypatch):
         out, got_out = state.output.step(k), kernel_state.output.step(k)
         lse, got_lse = torch.zeros(2, *query.shape[:2])
         attention._forward(query, state, query_rows, out, lse)
-        attention_kernels.forward(query, kernel_state, query_rows, got_out, got_lse)
+        attention_launch.forward(query, kernel_state, query_rows, got_out, got_lse)
         torch.testing.assert_close(got_lse * math.log(2), lse, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(got_out, out, rtol=1e-4, atol=1e-4)
         saved.append(((query, out, lse), (query, got_out, got_lse), query_rows))
@@ -214,7 +215,7 @@ def test_attention_and_its_gradients(spec, masks, tile, monkeypatch):
         d_out = normal(*state.output.step(k).shape, seed=200 + k)
         d_query, got = torch.empty(2, *plain[0].shape)
         attention._backward((*plain, d_out), state, query_rows, k, d_query)
-        attention_kernels.backward((*kernel, d_out), kernel_state, query_rows, k, got)
+        attention_launch.backward((*kernel, d_out), kernel_state, query_rows, k, got)
         torch.testing.assert_close(got, d_query, rtol=1e-3, atol=1e-4)
     grads = kernel_state.grads.whole()
     torch.testing.assert_close(grads, state.grads.whole(), rtol=1e-3, atol=1e-4)
