@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
@@ -39,6 +41,15 @@ def commit() -> str:
     except (subprocess.CalledProcessError, FileNotFoundError):
         return "unknown"
     return f"{head}+dirty" if dirty else head
+
+
+def digests(files: Iterable[Path]) -> list[str]:
+    """A hash of each file's content."""
+    found = []
+    for path in files:
+        with path.open("rb") as file:
+            found.append(hashlib.file_digest(file, "sha256").hexdigest()[:16])
+    return found
 
 
 def _git(*arguments: str) -> str:

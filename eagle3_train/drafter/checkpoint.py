@@ -69,8 +69,9 @@ def write_checkpoint(
     if d2t is not None:
         tensors["d2t"] = d2t.to(torch.int64)
         tensors["t2d"] = membership(d2t, spec.vocab_size)
+    for left in directory.parent.glob(f".{directory.name}.*.*"):  # by an export that was killed
+        shutil.rmtree(left)
     temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_torch_state_dict(tensors, temporary, max_shard_size=max_shard_bytes)
@@ -111,12 +112,15 @@ def validate_checkpoint(
         )
     config = read_config(directory)
     dtype: Any = config.get("torch_dtype")
-    wanted = {"eagle_config": None, **engine_config(spec, boundaries, target, dtype)}
-    for key, value in wanted.items():
-        if config.get(key) != value:
-            raise ExportError(f"config.json: {key} is {config.get(key)}, must be {value}")
-    unknown = sorted(config.keys() - wanted.keys() - {"eagle3_train"})
-    if unknown and layout_of(config) == "eagle3":  # an engine may obey it
+    engine = engine_config(spec, boundaries, target, dtype)
+    wanted = {"eagle_config": None, **engine}
+    _check_config(config, wanted)
+    if layout_of(config) == "speculators":
+        made = config.get("eagle3_train", {})
+        wanted = speculators_config(engine, made.get("target"), made.get("num_speculative_tokens"))
+        config = json.loads((directory / "config.json").read_text())
+        _check_config(config, wanted)
+    if unknown := sorted(config.keys() - wanted.keys() - {"eagle3_train"}):  # an engine may obey it
         raise ExportError(f"config.json: {', '.join(unknown)} is no part of this drafter")
     tensors, own = read_tensors(directory), expected_tensors(spec)
     shapes = {name: own[origin] for name, origin in tensor_names(spec, layout_of(config)).items()}
@@ -132,6 +136,12 @@ def validate_checkpoint(
             raise ExportError(
                 f"the draft vocabulary lacks special tokens {absent}: they could never be drafted"
             )
+
+
+def _check_config(config: Json, wanted: Json) -> None:
+    for key, value in wanted.items():
+        if config.get(key) != value:
+            raise ExportError(f"config.json: {key} is {config.get(key)}, must be {value}")
 
 
 def _check_shapes(

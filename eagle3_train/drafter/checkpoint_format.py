@@ -231,9 +231,11 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     index = directory / "model.safetensors.index.json"
     files = {path.name for path in directory.glob("*.safetensors")}
     named = files if len(files) == 1 else {"model.safetensors"} & files
+    listed: set[str] | None = None
     if index.is_file():
         with reading(index):
-            named = set(json.loads(index.read_text())["weight_map"].values())
+            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            named, listed = set(weight_map.values()), set(weight_map)
     if extra := sorted(files - named):
         raise ExportError(
             f"{directory}: extra weight file {', '.join(extra)}: no index names it, yet an engine may read it"
@@ -248,4 +250,8 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         pickled = "; pytorch_model.bin is a pickle and is not opened, convert it to safetensors"
         advice = pickled if (directory / "pytorch_model.bin").is_file() else ""
         raise ExportError(f"{directory} holds no weights (*.safetensors){advice}")
+    if listed is not None and (differing := sorted(listed ^ tensors.keys())):
+        raise ExportError(
+            f"{directory}: {', '.join(differing)} is in the index or in its files, not in both"
+        )
     return tensors

@@ -19,6 +19,7 @@ from eagle3_train.corpus.read import data_files, read_rows
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.corpus.split import is_held_out
 from eagle3_train.drafter.checkpoint import read_checkpoint
+from eagle3_train.drafter.checkpoint_format import read_tensors
 from eagle3_train.preflight.check import Check, attempt
 from eagle3_train.rundir import reading
 from eagle3_train.target.facts import TargetFacts, resolve_boundaries
@@ -83,6 +84,12 @@ def fitting(directory: Path, config: JobConfig, facts: TargetFacts) -> str:
     """What the drafter in `directory` is. Raises ValueError unless it can be served for this target."""
     with reading(directory):
         spec, _, _, boundaries = read_checkpoint(directory)
+        named = any(name.endswith("d2t") for name in read_tensors(directory))
+    if not spec.full_vocab and not named:
+        raise ValueError(
+            f"{directory} holds no d2t, which vLLM then takes for zeros: it would propose other tokens than it means; "
+            "write the map that t2d implies into its safetensors"
+        )
     try:
         layers = resolve_boundaries(boundaries, facts.num_layers)[:-1]
     except ValueError as error:

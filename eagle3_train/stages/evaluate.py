@@ -69,6 +69,7 @@ def run(config: JobConfig) -> Json:
         done: Json = json.loads(paths.evaluation.read_text())
         if done["inputs"] == inputs:
             log.info("evaluate: %s is current", paths.evaluation)
+            write_card(paths.drafter, done["rows"])  # an export made again says nothing of them
             return done
     prompts = evaluation_prompts(config)
     leaks = leaked(config, prompts)

@@ -5,7 +5,6 @@ What each measured is kept as JSON in evaluate/measured/, so that an evaluation 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import platform
@@ -28,6 +27,7 @@ from eagle3_train.corpus.read import fingerprint
 from eagle3_train.drafter.checkpoint_format import read_config
 from eagle3_train.engines.pool import close_pool, spec_for, start_pool
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
+from eagle3_train.provenance import digests
 from eagle3_train.records import EngineFacts, Generation, Prompt
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log
@@ -231,11 +231,7 @@ def depends_on(config: JobConfig, directory: Path | None) -> dict[str, Any]:
 def _content(drafter: Path) -> list[str]:
     """Where a drafter is and hashes of its files."""
     files = [drafter / "config.json", *sorted(drafter.glob("*.safetensors"))]
-    hashes = []
-    for path in files:
-        with path.open("rb") as file:
-            hashes.append(hashlib.file_digest(file, "sha256").hexdigest()[:16])
-    return [str(drafter), *hashes]
+    return [str(drafter), *digests(files)]
 
 
 def measure_plain(config: JobConfig, prompts: Prompts) -> Measured:

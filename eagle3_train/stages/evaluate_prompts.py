@@ -20,6 +20,7 @@ from eagle3_train.engines.spec import Request
 from eagle3_train.records import Generation, Prompt
 from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import log
+from eagle3_train.stages.evaluate_statistics import NEXT_TURN
 from eagle3_train.training.initial import renderer_of
 
 Prompts = dict[str, list[Prompt]]
@@ -121,7 +122,7 @@ def _followups(prompt: Prompt) -> tuple[str, ...]:
 def _next_turn(prompt: Prompt, answer: str, renderer: Renderer) -> Prompt:
     said = Conversation.from_json(prompt.messages_json).answered(answer)
     ids = np.array(renderer.prompt_ids(said.messages, said.tools), dtype=np.int32)
-    return Prompt(f"{prompt.id}-next", prompt.domain, ids, said.to_json())
+    return Prompt(f"{prompt.id}{NEXT_TURN}", prompt.domain, ids, said.to_json())
 
 
 def requests(config: JobConfig, prompts: Sequence[Prompt], seed: int = 0) -> list[Request]:

@@ -17,6 +17,7 @@ LOOP_BIGRAMS = 0.5  # of an ordinary 128-token answer, about 0.9 of the bigrams 
 LOOP_PERIOD = 64  # tokens at most of what an answer ends in saying again and again
 LOOP_REPEATS = 3  # times at least
 DRAWS = 2000
+NEXT_TURN = "-next"  # what the id of a later turn adds to that of the turn before
 LEAST = 5  # of fewer, a bootstrap interval is far too narrow
 
 Tokens = tuple[int, ...]
@@ -173,7 +174,7 @@ def conditional(per_position: Sequence[float]) -> list[float]:
 
 
 def acceptance_interval(answers: Sequence[Answer], seed: int = 0) -> list[float] | None:
-    """95 % bootstrap interval over prompts of 1 + accepted / drafts; None of few or without per-request counters."""
+    """95 % bootstrap interval over conversations of 1 + accepted / drafts; None of few or without per-request counters."""
     counts = _counts(answers)
     if counts is None or len(counts) < LEAST:
         return None
@@ -293,11 +294,18 @@ def best_k(
 
 
 def _counts(answers: Sequence[Answer]) -> npt.NDArray[np.int64] | None:
-    """int64 [answers, k + 1]: accepted at each position, drafts; None when an answer lacks them or none drafted."""
+    """int64 [conversations, k + 1]: accepted at each position, drafts; None when an answer lacks them or none drafted.
+
+    Turns of one conversation are alike: resampled one by one, they would make an interval too narrow.
+    """
     if not answers or any(a.accepted_per_position is None for a in answers):
         return None
-    rows = [(*(a.accepted_per_position or ()), a.num_drafts) for a in answers]
-    counts = np.array(rows, dtype=np.int64)
+    conversations: dict[str, npt.NDArray[np.int64]] = {}
+    for a in answers:
+        row = np.array((*(a.accepted_per_position or ()), a.num_drafts), dtype=np.int64)
+        first = a.id.split(NEXT_TURN)[0]
+        conversations[first] = conversations.get(first, 0) + row
+    counts = np.stack(list(conversations.values()))
     return counts if counts[:, -1].sum() else None
 
 

@@ -40,7 +40,7 @@ def run(config: JobConfig) -> Path:
     checkpoint = Path(result[f"{config.export.checkpoint}_checkpoint"])
     state = json.loads((checkpoint / STATE).read_text())
     target = served_target(config)
-    metadata = _metadata(config, result, state["step"])
+    metadata = _metadata(config, result, state)
     _export(config, checkpoint / WEIGHTS, paths.drafter, target, metadata)
     if config.evaluate.untrained:
         untrained = metadata | {"steps": 0, "epochs": 0, "samples": 0}
@@ -54,13 +54,14 @@ def _export(
     """Write, validate and describe one directory unless it already holds exactly this."""
     spec, layers = spec_of(config), read_facts(config.target.path).num_layers
     boundaries = resolve_boundaries(config.drafter.aux_layers, layers)[:-1]
+    vocabulary = RunDir(config.run_path).draft_vocab
+    made_of = provenance.digests([weights] if spec.full_vocab else [weights, vocabulary])
     source = f"{weights.parent.name}/{weights.name} as {config.export.dtype} {config.export.format}"
-    written = (directory / "config.json").is_file() and read_config(directory)["eagle3_train"]
-    if written and written["source"] == source:
+    metadata |= {"source": source, "made_of": made_of, "shard_bytes": config.export.max_shard_bytes}
+    if _described(directory) == metadata | {"commit": None}:
         validate_checkpoint(directory, spec, boundaries, target)
         log.info("export: %s is current", directory)
         return
-    vocabulary = RunDir(config.run_path).draft_vocab
     write_checkpoint(
         directory,
         spec,
@@ -70,11 +71,18 @@ def _export(
         target,
         config.export.dtype,
         config.export.max_shard_bytes,
-        {**metadata, "source": source},
+        metadata,
         config.export.format,
     )
     write_card(directory)
     log.info("export: %s from %s, step %d", directory, source, metadata["steps"])
+
+
+def _described(directory: Path) -> Json | None:
+    """What an export says of itself, whichever commit wrote it; None of one that is not whole."""
+    if not all((directory / name).is_file() for name in ("config.json", "README.md")):
+        return None
+    return {**read_config(directory)["eagle3_train"], "commit": None}
 
 
 def served_target(config: JobConfig) -> ServedTarget:
@@ -106,7 +114,7 @@ def _sglang_reading(facts: TargetFacts) -> Any:
     return reading
 
 
-def _metadata(config: JobConfig, result: Json, step: int) -> Json:
+def _metadata(config: JobConfig, result: Json, state: Json) -> Json:
     """What config.json and the model card say of the training."""
     facts, path = read_facts(config.target.path), RunDir(config.run_path).config
     given = Path(config.target.path).expanduser()  # a hub id, or a directory of this machine
@@ -124,8 +132,8 @@ def _metadata(config: JobConfig, result: Json, step: int) -> Json:
         "trust_remote_code": config.target.trust_remote_code,
         "tensor_parallel": config.engine.tensor_parallel,
         "num_speculative_tokens": config.evaluate.num_speculative_tokens,
-        "steps": step,
-        "epochs": round(result["samples_trained"] / samples, 2),
+        "steps": state["step"],
+        "epochs": round(int(state["ledger"], 16).bit_count() / samples, 2),
         "samples": samples,
         "data": ", ".join(Path(source).name for source in made.corpus.sources)
         or "self-synthesised prompts",

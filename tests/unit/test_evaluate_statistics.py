@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from eagle3_train.stages.evaluate_statistics import (
+    NEXT_TURN,
     Answer,
     acceptance_interval,
     agreement,
@@ -68,6 +71,13 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_claims() -> None:
         assert interval is not None
         covered += interval[0] <= truth <= interval[1]
     assert 86 <= covered <= 100
+
+
+def test_an_interval_takes_the_turns_of_a_conversation_for_one_sample() -> None:
+    first = answers([30, 10, 25, 40, 5, 20, 35], [20] * 7)
+    second = [replace(answer, id=f"{answer.id}{NEXT_TURN}") for answer in first]
+    assert acceptance_interval([*first, *second]) == acceptance_interval(first)
+    assert acceptance_interval([*first[:3], *second[:3]]) is None  # three conversations
 
 
 def test_an_interval_needs_counters_of_every_request() -> None:

@@ -436,6 +436,35 @@ def test_the_speculators_layout_validates_and_reads_back_as_the_same_drafter(
         check(directory, spec)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("architectures", ["Nonsense"]),
+        ("speculators_model_type", "dflash"),
+        ("speculators_config", None),
+        ("quantization_config", {"quant_method": "fp8"}),
+        ("target_hidden_size", 7),
+    ],
+)
+def test_the_speculators_layouts_own_section_is_validated(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    directory = write(tmp_path / "drafter", layout="speculators", metadata=FACTS)
+    edit_config(lambda config: config.update({key: value}))(directory)
+    with pytest.raises(ExportError, match=key):
+        check(directory)
+
+
+def test_an_index_that_leaves_out_a_tensor_is_refused(tmp_path: Path) -> None:
+    directory = write(tmp_path / "drafter", max_shard_bytes=3000)
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    del index["weight_map"]["norm.weight"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ExportError, match=r"norm.weight is in the index or in its files, not in"):
+        check(directory)
+
+
 def test_the_speculators_layout_refuses_latent_attention(tmp_path: Path) -> None:
     with pytest.raises(ExportError, match=r"set export.format=eagle3"):
         write(tmp_path / "drafter", MLA_SPEC, layout="speculators", metadata=FACTS)

@@ -22,6 +22,7 @@ from eagle3_train.drafter.model_card import write_card
 from eagle3_train.records import Sample
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import export
+from eagle3_train.stream.ledger import Ledger
 from eagle3_train.target import facts
 from eagle3_train.training.initial import spec_of, write_initial
 from tests.tiny import AUX, EOS, VOCAB, write_target
@@ -62,7 +63,10 @@ def finish_training(config: JobConfig, ids: torch.Tensor | None) -> None:
         folder = run.train_storage / name
         folder.mkdir(parents=True)
         save_weights(config, folder / "drafter.safetensors", seed)
-        (folder / "state.json").write_text(json.dumps({"step": 10 * (seed + 1)}))
+        ledger = Ledger(1, 30)
+        ledger.mark((0, row) for row in range(15 * (seed + 1)))
+        state = {"step": 10 * (seed + 1), "ledger": ledger.to_hex()}
+        (folder / "state.json").write_text(json.dumps(state))
     save_weights(config, run.initial_weights, seed=2)
     if config.drafter.draft_vocab_size:
         ids = torch.arange(config.drafter.draft_vocab_size) if ids is None else ids
@@ -72,9 +76,7 @@ def finish_training(config: JobConfig, ids: torch.Tensor | None) -> None:
     result: dict[str, Any] = {
         f"{name}_checkpoint": str(run.train_storage / name) for name in ("best", "last")
     }
-    write_atomic(
-        run.train_result, json.dumps(result | {"samples_expected": 30, "samples_trained": 30})
-    )
+    write_atomic(run.train_result, json.dumps(result | {"samples_expected": 30}))
 
 
 def save_weights(config: JobConfig, path: Path, seed: int) -> None:
@@ -124,6 +126,30 @@ def test_a_second_run_leaves_a_valid_export_alone_and_a_new_checkpoint_replaces_
     export.run(last)
     card = json.loads((file.parent / "config.json").read_text())["eagle3_train"]
     assert (card["steps"], card["source"]) == (20, "last/drafter.safetensors as bfloat16 eagle3")
+    assert card["epochs"] == 1
+
+
+def test_an_export_is_made_again_when_anything_it_is_made_of_has_changed(
+    trained: Callable[..., JobConfig],
+) -> None:
+    config = trained(ids=WITH_SPECIALS)
+    run, directory = RunDir(config.run_path), export.run(config)
+    save_weights(config, run.initial_weights, seed=5)
+    (directory / "README.md").unlink()
+    export.run(config)
+    assert (directory / "README.md").is_file()
+    fresh = load_file(run.initial_weights)["fc.weight"].bfloat16()
+    assert torch.equal(read_checkpoint(run.untrained_drafter).weights["fc.weight"], fresh)
+    other = torch.cat([WITH_SPECIALS[:-1], WITH_SPECIALS[-1:] + 1])
+    save_file({"d2t": other - torch.arange(len(other))}, run.draft_vocab)
+    small = {"export": config.export.model_copy(update={"max_shard_bytes": 20_000})}
+    evaluate = {"evaluate": config.evaluate.model_copy(update={"num_speculative_tokens": 5})}
+    export.run(config.model_copy(update=small | evaluate))
+    d2t = read_checkpoint(directory).d2t
+    assert d2t is not None
+    assert torch.equal(d2t + torch.arange(len(d2t)), other)
+    assert (directory / "model.safetensors.index.json").is_file()
+    assert '"num_speculative_tokens": 5' in (directory / "README.md").read_text()
 
 
 def test_a_draft_vocabulary_without_the_stop_token_is_refused(
@@ -226,7 +252,7 @@ def test_the_card_describes_the_training_whatever_the_export_is_told(
     directory = export.run(config.model_copy(update={"corpus": other, "train": epochs}))
     card = (directory / "README.md").read_text()
     assert "30 samples of prompts.jsonl, answered by the target at temperature" in card
-    assert "10 optimiser steps, 1 epochs" in card
+    assert "10 optimiser steps, 0.5 epochs" in card
 
 
 @pytest.mark.parametrize("layout", ["eagle3", "speculators"])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from eagle3_train.config import JobConfig
 from eagle3_train.drafter.checkpoint import write_checkpoint
@@ -109,6 +110,15 @@ def test_another_drafter_of_this_target_may_differ_in_what_is_its_own(target, tm
     check = checked(tmp_path, "evaluate_against", evaluate={"against": str(against)})
     assert check.verdict == "ok"
     assert "5 tokens, reading layers (1, 3, 6)" in check.reason
+
+
+def test_another_drafter_whose_map_vllm_would_take_for_zeros_is_refused(target, tmp_path):
+    against = other(config(tmp_path, drafter={"draft_vocab_size": 5}), tmp_path / "other")
+    tensors = load_file(against / "model.safetensors")
+    del tensors["d2t"]
+    save_file(tensors, against / "model.safetensors")
+    check = checked(tmp_path, "evaluate_against", evaluate={"against": str(against)})
+    assert (check.verdict, "holds no d2t" in check.reason) == ("fail", True)
 
 
 def test_a_warm_start_of_another_shape_is_refused_before_the_rollout(target, tmp_path):
