@@ -69,9 +69,9 @@ def write_checkpoint(
     if d2t is not None:
         tensors["d2t"] = d2t.to(torch.int64)
         tensors["t2d"] = membership(d2t, spec.vocab_size)
-    for left in directory.parent.glob(f".{directory.name}.*.*"):  # by an export that was killed
-        shutil.rmtree(left)
-    temporary = directory.with_name(f".{directory.name}.{os.getpid()}.tmp")
+    # One name each, so that what a killed export left is found by the next.
+    temporary, older = (directory.with_name(f".{directory.name}.{end}") for end in ("tmp", "old"))
+    shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_torch_state_dict(tensors, temporary, max_shard_size=max_shard_bytes)
@@ -84,8 +84,8 @@ def write_checkpoint(
     except ExportError:
         shutil.rmtree(temporary)
         raise
-    older = directory.with_name(f".{directory.name}.{os.getpid()}.old")
     if directory.exists():
+        shutil.rmtree(older, ignore_errors=True)
         directory.rename(older)
     temporary.rename(directory)
     shutil.rmtree(older, ignore_errors=True)

@@ -57,7 +57,8 @@ def _export(
     vocabulary = RunDir(config.run_path).draft_vocab
     made_of = provenance.digests([weights] if spec.full_vocab else [weights, vocabulary])
     source = f"{weights.parent.name}/{weights.name} as {config.export.dtype} {config.export.format}"
-    metadata |= {"source": source, "made_of": made_of, "shard_bytes": config.export.max_shard_bytes}
+    made = {"source": source, "made_of": made_of, "shard_bytes": config.export.max_shard_bytes}
+    metadata = metadata | made
     if _described(directory) == metadata | {"commit": None}:
         validate_checkpoint(directory, spec, boundaries, target)
         log.info("export: %s is current", directory)

@@ -127,6 +127,20 @@ def test_an_export_that_fails_midway_keeps_the_older_one(tmp_path: Path) -> None
     check(tmp_path / "drafter")
 
 
+def test_what_a_killed_export_left_goes_once_another_is_in_place(tmp_path: Path) -> None:
+    write(tmp_path / "drafter").rename(tmp_path / ".drafter.old")  # killed between its renames
+    (tmp_path / ".drafter.tmp").mkdir()
+    broken = weights(LLAMA_SPEC)
+    broken["fc.weight"][0, 0] = float("nan")
+    with pytest.raises(ExportError, match="not finite"):
+        write_checkpoint(
+            tmp_path / "drafter", LLAMA_SPEC, broken, D2T, BOUNDARIES, TARGET, "float32"
+        )
+    check(tmp_path / ".drafter.old")  # the only good one until then
+    write(tmp_path / "drafter")
+    assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
+
+
 def test_weights_that_cannot_be_served_replace_nothing(tmp_path: Path) -> None:
     write(tmp_path / "drafter")
     broken = weights(LLAMA_SPEC)
