@@ -20,6 +20,10 @@
 set -euo pipefail
 source /opt/site/env.sh
 export PYTHONPATH=$PWD:$PYTHONPATH PYTHONUNBUFFERED=1 TRITON_F32_DEFAULT=ieee  # else float32 attention is TF32
+if ! compgen -G "/opt/site/vllm/_C*.so" >/dev/null; then # 195 s of device time were lost to this once
+  echo "a part of the pack is missing in /opt/site: unpack every one" >&2
+  exit 1
+fi
 out=$(realpath -m "${!#}")
 work=${WORK:-/opt/eagle3}
 target=$work/smollm2-135m-instruct
