@@ -156,12 +156,19 @@ def make_documents(shape: Shape, fraction: float, device: str) -> list[dict[str,
     return documents
 
 
-def our_packs(shape: Shape, documents: list[dict[str, Tensor]]) -> list[PackedBatch]:
-    """The documents, each in the emptiest pack so far, under our supervision rule."""
+def split_documents(
+    shape: Shape, documents: list[dict[str, Tensor]]
+) -> list[list[dict[str, Tensor]]]:
+    """The documents, each in the emptiest pack so far."""
     packs: list[list[dict[str, Tensor]]] = [[] for _ in range(shape.packs)]
     for document in documents:
         min(packs, key=lambda pack: sum(len(d["ids"]) for d in pack)).append(document)
-    return [_pack(shape, pack) for pack in packs]
+    return packs
+
+
+def our_packs(shape: Shape, documents: list[dict[str, Tensor]]) -> list[PackedBatch]:
+    """One step's packs, under our supervision rule."""
+    return [_pack(shape, pack) for pack in split_documents(shape, documents)]
 
 
 def _pack(shape: Shape, documents: list[dict[str, Tensor]]) -> PackedBatch:

@@ -23,6 +23,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle3_train.config import DrafterConfig
+from eagle3_train.corpus.table import read_samples
+from eagle3_train.corpus.vocab import DraftVocab
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
@@ -40,32 +42,32 @@ def capture(options: argparse.Namespace) -> dict[str, Any]:
     """Ids, mask and states of up to `--limit` answers, and the target's tensors; from `--cache` when it is there."""
     if options.cache.exists():
         return torch.load(options.cache)  # type: ignore[no-any-return]
-    import pyarrow.parquet as parquet
-    from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
-    kept, rollout = getattr(torch, options.dtype), options.rollout
+    kept = getattr(torch, options.dtype)
+    samples = list(read_samples(options.rollout / "samples"))[: options.limit]
     model = AutoModelForCausalLM.from_pretrained(options.target, dtype=torch.float32).eval()
     model = model.to(options.device)
     layers = model.config.num_hidden_layers
     documents = []
-    for path in sorted((rollout / "samples").glob("*.parquet")):
-        for row in parquet.read_table(path).to_pylist()[: options.limit - len(documents)]:
-            ids = torch.tensor(row["input_ids"])
-            with torch.no_grad():
-                out = model.model(ids[None, :-1].to(options.device), output_hidden_states=True)
-            aux = torch.cat([out.hidden_states[b][0] for b in (2, layers // 2, layers - 3)], -1)
-            last = out.last_hidden_state[0]  # after the final norm
-            states = {"aux": aux.to(kept), "last": last.to(kept)}
-            documents.append({"ids": ids, "mask": torch.tensor(row["loss_mask"])} | states)
+    for sample in samples:
+        ids = torch.tensor(sample.input_ids)
+        with torch.no_grad():
+            out = model.model(ids[None, :-1].to(options.device), output_hidden_states=True)
+        aux = torch.cat([out.hidden_states[b][0] for b in (2, layers // 2, layers - 3)], -1)
+        last = out.last_hidden_state[0]  # after the final norm
+        states = {"aux": aux.to(kept), "last": last.to(kept)}
+        mask = torch.tensor(sample.loss_mask)
+        documents.append({"ids": ids, "mask": mask} | states)
     model = model.cpu()
+    vocab = DraftVocab.build(samples, options.draft_vocab, model.config.vocab_size, (), "")
     found = {
         "documents": documents,
         "embed": model.get_input_embeddings().weight.detach(),
         "head": model.lm_head.weight.detach(),
         "norm": model.model.norm.weight.detach(),
         "eps": model.config.rms_norm_eps,
-        "d2t": load_file(rollout / "draft_vocab.safetensors")["d2t"],
+        "d2t": torch.from_numpy(vocab.d2t),
     }
     torch.save(found, options.cache)
     return found
@@ -144,10 +146,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("variants", nargs="+")
+    parser.add_argument("variants", nargs="*", help="none: only capture")
     parser.add_argument("--target", type=Path, required=True)
     parser.add_argument("--rollout", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=Path("/tmp/step-real.pt"))
+    parser.add_argument("--draft-vocab", type=int, default=4096)
     parser.add_argument("--limit", type=int, default=1_000_000)
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--tokens", type=int, default=250)

@@ -23,7 +23,15 @@ sys.path += [p for p in os.environ.get("BENCH_PYTHONPATH_TAIL", "").split(":") i
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.step_ours import SHAPES, Shape, make_documents, make_weights, measure_ours, measured
+from benchmarks.step_ours import (
+    SHAPES,
+    Shape,
+    make_documents,
+    make_weights,
+    measure_ours,
+    measured,
+    split_documents,
+)
 
 LOCK = Path("/tmp/eagle3-step-benchmark.lock")
 
@@ -168,7 +176,7 @@ def run_speculators(shape: Shape, options: argparse.Namespace, turn: Turn) -> No
         "bench", "--device", "cuda", "--impl", "speculators", "--train-lm-head", "--preset", "llama8b", "--hidden",
         str(shape.hidden), "--vocab", str(shape.vocab), "--draft-vocab", str(shape.draft_vocab), "--heads",
         str(shape.heads), "--kv-heads", str(shape.kv_heads), "--head-dim", str(shape.head_dim), "--inter", str(shape.inter),
-        "--seq-len", str(sum(shape.lengths)), "--ttt", str(shape.ttt),
+        "--ttt", str(shape.ttt),
     ]  # fmt: skip
     import bench_speculators_step as driver
     from speculators.losses import fused
@@ -176,25 +184,39 @@ def run_speculators(shape: Shape, options: argparse.Namespace, turn: Turn) -> No
     # Its two kernels share one list of tunings; torch 2.11's Dynamo asserts that a list comes from one place.
     fused.loss_backward_kernel.configs = copy.deepcopy(fused.loss_backward_kernel.configs)
     peer = driver.Speculators(driver.args_())
-    cases = {}
-    for fraction in options.fractions:
-        documents = make_documents(shape, fraction, "cuda")
-        lengths = torch.tensor([len(d["ids"]) for d in documents], device="cuda")
-        cases[fraction] = [
-            {
-                "hidden_states": torch.cat([d["aux"] for d in documents])[None],
-                "verifier_last_hidden_states": torch.cat([d["last"] for d in documents])[None],
-                "input_ids": torch.cat([d["ids"] for d in documents])[None],
-                "loss_mask": torch.cat([d["mask"] for d in documents]).bool()[None],
-                "position_ids": torch.cat(
-                    [torch.arange(1, len(d["ids"]) + 1, device="cuda") for d in documents]
-                )[None],
-                "document_ids": torch.arange(len(documents), device="cuda").repeat_interleave(
-                    lengths
-                )[None],
-            }
-        ]
-    timed(shape, "speculators", cases, lambda b: peer.fwd(b)[0], peer.bwd, peer.opt, options, turn)
+    cases = {f: _speculators_packs(shape, f) for f in options.fractions}
+
+    def optimize() -> None:
+        torch.nn.utils.clip_grad_norm_(peer.m.parameters(), 1.0)
+        peer.opt()
+        for optimizer in peer.opts:
+            optimizer.zero_grad()
+
+    run = (lambda batch: peer.fwd(batch)[0], lambda loss: loss.backward(), optimize)
+    timed(shape, "speculators", cases, *run, options, turn)
+
+
+def _speculators_packs(shape: Shape, fraction: float) -> list[dict[str, torch.Tensor]]:
+    """As many packs as ours, of one length, which its attention wants to be a multiple of 128."""
+    batches = []
+    for pack in split_documents(shape, make_documents(shape, fraction, "cuda")):
+        lengths = torch.tensor([len(d["ids"]) for d in pack], device="cuda")
+        rows = {
+            "hidden_states": [d["aux"] for d in pack],
+            "verifier_last_hidden_states": [d["last"] for d in pack],
+            "input_ids": [d["ids"] for d in pack],
+            "loss_mask": [d["mask"].bool() for d in pack],
+            "position_ids": [torch.arange(1, len(d["ids"]) + 1, device="cuda") for d in pack],
+            "document_ids": [torch.arange(len(pack), device="cuda").repeat_interleave(lengths)],
+        }
+        batches.append({name: torch.cat(parts) for name, parts in rows.items()})
+    width = -(-max(len(batch["input_ids"]) for batch in batches) // 128) * 128
+    for batch in batches:
+        for name, rows in batch.items():
+            fill = -1 if name == "document_ids" else 0
+            missing = rows.new_full((width - len(rows), *rows.shape[1:]), fill)
+            batch[name] = torch.cat([rows, missing])[None]
+    return batches
 
 
 def main() -> None:

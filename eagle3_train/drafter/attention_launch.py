@@ -10,12 +10,12 @@ from eagle3_train.drafter.attention import QueryRows, Saved, StepAttention
 LOG2E = 1.4426950408889634
 
 TILES = {
-    "forward": (128, 64, 8, 3),
+    "forward": (64, 64, 4, 3),
     "query": (128, 64, 8, 3),
-    "key": (64, 128, 8, 2),
-    "forward-wide": (128, 64, 8, 2),
-    "query-wide": (128, 64, 8, 2),
-    "key-wide": (64, 64, 8, 2),
+    "key": (32, 64, 4, 2),
+    "forward-wide": (128, 64, 8, 3),
+    "query-wide": (128, 64, 8, 3),
+    "key-wide": (32, 64, 4, 2),
 }
 """(query lines, keys, warps, stages) of each kernel's tile; wide: heads of more than 128."""
 
