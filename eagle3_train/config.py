@@ -239,7 +239,7 @@ class TrainConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Compute type of the drafter; masters and loss are float32."""
     fp8: bool = False
-    """Multiply the drafter's matrices in e4m3, scaled by row and column; faster on Hopper GPUs, needs sizes of 16."""
+    """Multiply the drafter's matrices in e4m3; faster on Hopper GPUs, needs sizes of 16, cost some loss (docs/log.md)."""
     seed: int = 0
     """Seed of initialisation and of each epoch's order."""
     eval_every: PositiveInt = 50

@@ -85,7 +85,7 @@ class Fp8Weight(PlainWeight):
 
     def forward(self, x: Tensor, add: Tensor | None, out: Tensor | None) -> Tensor:
         """x W^T (+ add), into `out` if given."""
-        y = _scaled(round_rows(x), self._rows, x.dtype)
+        y = _scaled(round_rows(x), self._rows, x.dtype, fast=True)
         if add is not None:
             return torch.add(y, add, out=out)
         return y if out is None else out.copy_(y)
@@ -108,11 +108,17 @@ def weight_ops(weight: Float[Tensor, "out in"], fp8: bool) -> PlainWeight:
 E4M3_MAX = 448.0
 
 
-def _scaled(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """a b^T of rounded operands [rows, inner] with scales [rows, 1]; off CUDA the same rounding, multiplied in fp32."""
+def _scaled(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = False
+) -> Tensor:
+    """a b^T of rounded operands [rows, inner] with scales [rows, 1]; off CUDA the same rounding, multiplied in fp32.
+
+    Hopper's fp8 products keep about 14 bits of a sum; without `fast` partial sums go to fp32 registers. Gradients need that,
+    and their sums are the longest (rows of a pack): Transformer Engine and torchao are fast in the forward pass only, too.
+    """
     if a[0].is_cuda:
         return torch._scaled_mm(
-            a[0], b[0].t(), a[1], b[1].t(), out_dtype=dtype, use_fast_accum=True
+            a[0], b[0].t(), a[1], b[1].t(), out_dtype=dtype, use_fast_accum=fast
         )
     return ((a[0].float() * a[1]) @ (b[0].float() * b[1]).t()).to(dtype)
 

@@ -12,6 +12,7 @@ from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.losses import LossKind, LossOptions
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+from eagle3_train.drafter.walk import walk_batch
 from tests.unit.drafter_cases import (
     MASKS,
     gradients,
@@ -254,6 +255,9 @@ def test_fp8_products_are_close_to_plain_ones():
     for name, gradient in gradients(plain).items():
         error = (gradients(rounded)[name] - gradient).float().norm() / gradient.float().norm()
         assert 0 < error < 0.25, (name, error)
+    walks = [walk_batch(d, target, batch, normaliser=10.0)[0].loss for d in (plain, rounded)]
+    assert walks[0] == walks[1] == losses_of[0], "evaluated in fp8, which nobody serves"
+    assert rounded.fp8
 
 
 def test_fp8_refuses_sizes_it_cannot_multiply():
