@@ -24,7 +24,7 @@ from eagle3_train.config import JobConfig
 from eagle3_train.corpus.split import is_held_out
 from eagle3_train.corpus.table import read_samples
 from eagle3_train.records import Sample
-from eagle3_train.rundir import RunDir, reading, write_atomic
+from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import JobError, MetricsLog, log, reason
 from eagle3_train.stream.cache import pin, planned_captures
 from eagle3_train.stream.coordinator import coordinating
@@ -111,21 +111,11 @@ def _remove_unregistered(paths: RunDir) -> None:
 
     It neither resumes from them nor removes them. Call while no worker group runs.
     """
-    known = _registered(paths)
+    known = checkpoint.registered(paths)
     for folder in paths.checkpoints.glob("checkpoint_*/"):
         if folder not in known:
             log.info("removing %s: interrupted before it was registered", folder)
             shutil.rmtree(folder)
-
-
-def _registered(paths: RunDir) -> list[Path]:
-    """Checkpoints that Ray Train knows; last the one it resumes from."""
-    if not paths.registered.exists():
-        return []
-    with reading(paths.registered):
-        snapshot = json.loads(paths.registered.read_text())
-        known = [*snapshot["checkpoint_results"], snapshot["latest_checkpoint_result"]]
-        return [paths.checkpoints / result["checkpoint_dir_name"] for result in known]
 
 
 def is_complete(config: JobConfig) -> bool:
@@ -157,7 +147,7 @@ def _check_layout(config: JobConfig, train: list[Sample], held_out: list[Sample]
     boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
     token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), config.stream.dtype)
     ledger, step = Ledger(config.train.epochs, len(train)), 0
-    if known := _registered(RunDir(config.run_path)):
+    if known := checkpoint.registered(RunDir(config.run_path)):
         saved = json.loads((known[-1] / checkpoint.STATE).read_text())
         ledger = Ledger.from_hex(saved["ledger"], config.train.epochs, len(train))
         step = saved["step"]

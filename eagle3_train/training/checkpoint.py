@@ -22,6 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict_loader import load as load_distributed
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
 
+from eagle3_train.rundir import RunDir, reading, write_atomic
+from eagle3_train.runlog import log
+
 WEIGHTS = "drafter.safetensors"
 STATE = "state.json"
 
@@ -51,3 +54,42 @@ def restore(folder: Path, drafter: nn.Module, optimizer: torch.optim.Optimizer) 
     )
     state: dict[str, Any] = json.loads((folder / STATE).read_text())
     return state
+
+
+def copy_registered(paths: RunDir) -> None:
+    """Copy Ray Train's list of checkpoints, which it writes in place: a kill within that leaves a part of one."""
+    try:
+        known = paths.registered.read_text()
+        json.loads(known)
+    except (FileNotFoundError, json.JSONDecodeError):  # none yet, or being written
+        return
+    write_atomic(paths.registered_before, known)
+
+
+def registered(paths: RunDir) -> list[Path]:
+    """Checkpoints that Ray Train knows; last the one it resumes from.
+
+    A list that cannot be read is replaced by its copy, if that names nothing that is gone. Raises ValueError.
+    """
+    if not paths.registered.exists():
+        return []
+    try:
+        return _listed(paths.registered, paths.checkpoints)
+    except ValueError:
+        if not paths.registered_before.exists():
+            raise
+        known = _listed(paths.registered_before, paths.checkpoints)
+        if not all(folder.exists() for folder in known):
+            raise
+    log.warning(
+        "%s cannot be read: its copy from before the last checkpoint is used", paths.registered
+    )
+    write_atomic(paths.registered, paths.registered_before.read_text())
+    return known
+
+
+def _listed(file: Path, checkpoints: Path) -> list[Path]:
+    with reading(file):
+        snapshot = json.loads(file.read_text())
+        known = [*snapshot["checkpoint_results"], snapshot["latest_checkpoint_result"]]
+        return [checkpoints / result["checkpoint_dir_name"] for result in known]

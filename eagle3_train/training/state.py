@@ -183,7 +183,10 @@ class TrainState:
             "bad_samples": self.bad_samples,
             "evaluations": asdict(self.evaluations),
         }
-        saving = RunDir(self.config.run_path).saving
+        paths = RunDir(self.config.run_path)
+        if self.rank == 0:
+            checkpoint.copy_registered(paths)
+        saving = paths.saving
         saving.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=saving) as folder:
             checkpoint.save(Path(folder), self.drafter, self.optimizer, state)

@@ -136,6 +136,24 @@ def test_what_a_worker_fails_of_is_one_line_and_an_unregistered_checkpoint_goes(
     assert set(paths.checkpoints.glob("checkpoint_*/")) == registered
 
 
+def test_a_list_of_checkpoints_cut_by_a_kill_costs_the_last_checkpoint_alone(
+    pool: Any, tmp_path: Path
+) -> None:
+    config = job(tmp_path, "cut", keep_checkpoints=50)
+    paths, steps = RunDir(config.run_path), train.run(config, pool)["steps"]
+    paths.train_result.unlink()
+    listed = paths.registered.read_text()
+    paths.registered.write_text(listed[: len(listed) // 2])
+    result = train.run(config, pool)
+    assert result["steps"] == steps
+    assert result["samples_trained"] == result["samples_expected"]
+    json.loads(paths.registered.read_text())
+    paths.registered.write_text("")
+    paths.registered_before.unlink()
+    with pytest.raises(ValueError, match="restore it"):
+        train.check(config)
+
+
 def test_a_run_that_goes_on_with_other_epochs_is_refused_before_anything_starts(
     undisturbed: tuple[JobConfig, Any],
 ) -> None:
