@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from eagle3_train.drafter.losses import LossKind, LossOptions
+from eagle3_train.drafter.matmul import Fp8Weight
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.drafter.rows import PackedBatch
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
@@ -133,6 +134,26 @@ def test_a_pack_without_rows_trains_nothing_on_the_gpu():
     output = drafter(batch, make_target(spec).to("cuda", torch.bfloat16), LossOptions(), 1.0)
     output.loss.backward()
     assert output.loss.item() == 0
+
+
+@pytest.mark.parametrize("rows", [24, 1000, 16_400])
+def test_fp8_gradients_are_those_of_products_summed_in_fp32(rows):
+    """Of the same rounded values. Means are not zero: sums grow, which is where short accumulators lose."""
+    g = torch.Generator().manual_seed(0)
+    weight, x, dy = (
+        (torch.randn(n, m, generator=g) + 1).bfloat16()
+        for n, m in ((512, 256), (rows, 256), (rows, 512))
+    )
+    found, expected = Fp8Weight(weight.cuda()), Fp8Weight(weight)
+    there = x.cuda(), dy.cuda()
+    for name, ours, right, tolerance in (
+        ("forward", found.forward(there[0], None, None), expected.forward(x, None, None), 2e-2),
+        ("input", found.input_gradient(there[1], None), expected.input_gradient(dy, None), 4e-3),
+        ("weight", found.weight_gradient([there], None), expected.weight_gradient([(x, dy)], None), 4e-3),
+    ):  # fmt: skip
+        error = (ours.cpu().float() - right.float()).norm() / right.float().norm()
+        print(f"fp8 {name}, {rows} rows: {float(error):.1e}")
+        assert error < tolerance, name
 
 
 def test_the_step_never_waits_for_the_device():
