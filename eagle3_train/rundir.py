@@ -27,9 +27,7 @@ class RunDir:
         self.train_storage = root / "train"  # Ray Train's checkpoints and snapshot
         self.checkpoints = root / "train" / "ray_train"  # Ray Train's own folder
         self.registered = self.checkpoints / "checkpoint_manager_snapshot.json"  # which it knows
-        self.registered_before = (
-            root / "train" / "registered.json"
-        )  # copy of it, before the last save
+        self.registered_before = root / "train" / "registered.json"  # its copy, one save old
         self.initial_weights = root / "train" / "initial.safetensors"  # before step 1
         self.saving = root / "train" / ".saving"  # checkpoints being written
         self.train_result = root / "train" / "result.json"  # counts, bytes, best checkpoint
