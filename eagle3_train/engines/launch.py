@@ -10,6 +10,8 @@ from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.target.facts import TargetFacts, bytes_per_token
 
 CPU_KV_CACHE_BYTES = 1 << 30
+# Asked for of target and drafter on CPU: where the CPU has AMX, vLLM else runs MLA in a kernel that takes bf16 alone.
+MLA_IN_FLOAT32 = {"attention_backend": "CPU_MLA"}
 # Settings of the engine section that vLLM calls by the same name.
 SAME_IN_VLLM = {"dtype", "max_model_len", "max_num_seqs", "gpu_memory_utilization", "enforce_eager"}
 
@@ -108,6 +110,7 @@ def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -
         kwargs["kv_cache_memory_bytes"] = engine.kv_cache_bytes or CPU_KV_CACHE_BYTES
         if engine.dtype == "auto":  # its CPU kernels are only trusted in float32
             kwargs["dtype"] = "float32"
+        kwargs |= MLA_IN_FLOAT32
         if facts.mla is not None:  # the C++ RoPE op rotates MLA's keys wrongly
             kwargs["compilation_config"] = {"custom_ops": ["none"]}
     if spec.purpose == "serve":
@@ -115,7 +118,7 @@ def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -
             "method": "eagle3",
             "model": spec.drafter,
             "num_speculative_tokens": spec.num_speculative_tokens,
-        }
+        } | (MLA_IN_FLOAT32 if versions.on_cpu() else {})
     if spec.purpose == "capture":
         kwargs |= _capture_arguments(spec, connector)
     return kwargs
