@@ -134,11 +134,11 @@ def draft_parity(
     for answer, lists in drafted:
         ids, aux = torch.tensor(answer.ids), answer.states[:, :-1].flatten(1)
         for one in lists:
-            known = one.position + 1 < len(answer.ids)
-            if not known or answer.ids[one.position + 1] != one.next_token:
+            at = one.position + 1
+            if at >= len(answer.ids) or answer.ids[at] != one.next_token:
                 continue
             tokens = torch.tensor(one.draft_ids)
-            _, logits = draft_logits(drafter, target, ids, aux, one.position, len(tokens), tokens)
+            logits = draft_logits(drafter, target, ids[: at + 1], aux[:at], tokens)
             drafts = torch.searchsorted(target.draft_ids, tokens).clamp(max=logits.shape[-1] - 1)
             found = target.draft_ids[drafts] == tokens
             same += bool((found & leads(logits, drafts, rounding.slack)).all())

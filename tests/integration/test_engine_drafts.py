@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from eagle3_train.drafter.checkpoint import read_checkpoint
-from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.engines.engine import Engine
@@ -21,6 +20,7 @@ from eagle3_train.engines.worker import Drafted
 from eagle3_train.records import Generation
 from eagle3_train.target.weights import read_frozen
 from tests import tiny
+from tests.unit.drafter_reference import step_by_step_drafts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(180)]
 
@@ -110,12 +110,13 @@ def test_every_list_of_drafts_is_ours_for_each_drafter_and_the_answers_are_the_t
         for round_ in rounds:
             generation, drafted = plain[round_.answer], round_.drafted
             ids = torch.tensor([*generation.prompt_ids, *generation.output_ids])
-            start = drafted.position
-            if start + 1 >= len(ids):  # drafted past the end of the answer
+            at = drafted.position + 1
+            if at >= len(ids):  # drafted past the end of the answer
                 continue
-            assert drafted.next_token == int(ids[start + 1])
-            expected, _ = draft_logits(drafter, frozen, ids, states[round_.answer], start, K)
-            assert list(drafted.draft_ids) == expected, (family, round_.answer, start)
+            assert drafted.next_token == int(ids[at])
+            aux = states[round_.answer][:at]
+            expected, _ = step_by_step_drafts(drafter, frozen, ids[: at + 1], aux, K)
+            assert list(drafted.draft_ids) == expected, (family, round_.answer, at)
             compared += 1
         assert compared >= PROMPTS * NEW_TOKENS // 2
         assert {r.drafted.position for r in rounds} >= {len(g.prompt_ids) - 1 for g in plain}

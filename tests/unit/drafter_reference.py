@@ -1,6 +1,6 @@
 """The training step stated naively: one document at a time, dense attention, full logits, plain autograd.
 
-docs/numerics.md in code. It shares nothing with the fast path but the rotary tables and the row losses.
+docs/numerics.md in code. It shares nothing with the fast path but the rotary tables and the row losses. Below it: drafting with a cache.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,8 @@ from torch.nn import functional as F
 
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.losses import ROW_LOSSES, LossOptions
-from eagle3_train.drafter.modules import DrafterWeights
-from eagle3_train.drafter.reference import finish_layer, fuse_aux, heads, layer_input, rms
-from eagle3_train.drafter.rope import softmax_scale
+from eagle3_train.drafter.modules import DecoderLayer, DrafterWeights, LlamaAttention
+from eagle3_train.drafter.rope import rope_tables, rotate, softmax_scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +25,71 @@ class Document:
     mask: Bool[Tensor, " n"]
     aux: Float[Tensor, "states aux_hidden"]
     last: Float[Tensor, "states hidden"]
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMS norm in x's dtype."""
+    return weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps))
+
+
+def fuse_aux(drafter: DrafterWeights, aux: Tensor) -> Tensor:
+    """h_0."""
+    spec = drafter.spec
+    if spec.norm_before_fc:
+        aux = rms(aux, drafter.input_norm.weight, spec.rms_norm_eps)
+    if spec.fc_norm:
+        parts = zip(aux.chunk(spec.num_aux, -1), drafter.fc_norms, strict=True)
+        aux = torch.cat([rms(part, w, spec.rms_norm_eps) for part, w in parts], -1)
+    return F.linear(aux, drafter.fc.weight)
+
+
+def heads(
+    drafter: DrafterWeights, layer: DecoderLayer, z: Tensor, at: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value [rows, heads, dim] of inputs z at positions `at`, rotated, kv heads repeated."""
+    spec, attn = drafter.spec, layer.self_attn
+    table = rope_tables(spec, int(at.max()) + 1, z.device, z.dtype)
+    cos, sin = table[0][at], table[1][at]
+    if isinstance(attn, LlamaAttention):
+        q, k, v = (
+            F.linear(z, proj.weight).unflatten(1, (-1, spec.head_dim))
+            for proj in (attn.q_proj, attn.k_proj, attn.v_proj)
+        )
+        repeat = spec.num_heads // spec.num_kv_heads
+        q, k = rotate(q, cos, sin, False), rotate(k, cos, sin, False)
+        return q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
+    nope, eps = spec.head_dim - spec.rope_dim, spec.rms_norm_eps
+    if spec.q_lora_rank is None:
+        q = F.linear(z, attn.q_proj.weight)
+    else:
+        low = rms(F.linear(z, attn.q_a_proj.weight), attn.q_a_layernorm.weight, eps)
+        q = F.linear(low, attn.q_b_proj.weight)
+    q = q.unflatten(1, (spec.num_heads, -1))
+    latent, shared = F.linear(z, attn.kv_a_proj_with_mqa.weight).split(
+        [attn.kv_a_layernorm.weight.shape[0], spec.rope_dim], 1
+    )
+    kv = F.linear(rms(latent, attn.kv_a_layernorm.weight, eps), attn.kv_b_proj.weight)
+    k, v = kv.unflatten(1, (spec.num_heads, -1)).split([nope, spec.value_dim], -1)
+    shared = rotate(shared[:, None], cos, sin, spec.rope.interleaved).expand(-1, spec.num_heads, -1)
+    q = torch.cat([q[..., :nope], rotate(q[..., nope:], cos, sin, spec.rope.interleaved)], -1)
+    return q, torch.cat([k, shared], -1), v
+
+
+def layer_input(layer: DecoderLayer, embedded: Tensor, h: Tensor, eps: float) -> Tensor:
+    """What the layer's attention projects: layer 0 sees the embedding first, then the state."""
+    state = rms(h, layer.state_norm.weight, eps)
+    if layer.index:
+        return state
+    return torch.cat([rms(embedded, layer.input_layernorm.weight, eps), state], -1)
+
+
+def finish_layer(layer: DecoderLayer, h: Tensor, attended: Tensor, eps: float) -> Tensor:
+    """Output projection, MLP and both residual additions."""
+    r = h + F.linear(attended.flatten(1), layer.self_attn.o_proj.weight)
+    n = rms(r, layer.post_attention_layernorm.weight, eps)
+    mlp = layer.mlp
+    gated = F.silu(F.linear(n, mlp.gate_proj.weight)) * F.linear(n, mlp.up_proj.weight)
+    return r + F.linear(gated, mlp.down_proj.weight)
 
 
 def document_outputs(
@@ -89,3 +153,41 @@ def reference_loss(
                 value, _ = ROW_LOSSES[options.kind](log_p[None, t + 1 + k], log_q[None])
                 total = total + options.decay**k * value[0] / normaliser
     return total
+
+
+@torch.no_grad()
+def step_by_step_drafts(
+    drafter: DrafterWeights,
+    target: FrozenTarget,
+    ids: Int[Tensor, " n"],
+    aux: Float[Tensor, "states aux_hidden"],
+    num_tokens: int,
+    forced: Int[Tensor, " forced"] | None = None,
+) -> tuple[list[int], Float[Tensor, "drafts draft_vocab"]]:
+    """Target ids of `num_tokens` drafts for x[n..], and the logits they were chosen from, as an engine drafts:
+    one sequence, a KV cache, the drafter's own tokens fed back.
+
+    aux are the states of x[:-1]. `forced` feeds these target ids back instead (teacher forcing).
+    """
+    spec, eps = drafter.spec, drafter.spec.rms_norm_eps
+    tokens, h = ids[1:], fuse_aux(drafter, aux)
+    positions = torch.arange(len(aux))
+    caches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in drafter.decoder_layers]
+    drafts, logits = [], []
+    for k in range(num_tokens):
+        embedded = F.embedding(tokens, target.embed)
+        for layer, cache in zip(drafter.decoder_layers, caches, strict=True):
+            q, key, value = heads(drafter, layer, layer_input(layer, embedded, h, eps), positions)
+            cache.append((key, value))
+            keys, values = (torch.cat(part) for part in zip(*cache, strict=True))
+            seen = torch.arange(len(keys)) <= positions[:, None]
+            scores = torch.einsum("thd,jhd->htj", q, keys) * softmax_scale(spec)
+            w = scores.masked_fill(~seen, float("-inf")).softmax(-1)
+            h = finish_layer(layer, h, torch.einsum("htj,jhd->thd", w, values), eps)
+        output = rms(h[-1:], drafter.norm.weight, eps)
+        logits.append(F.linear(output[0], drafter.lm_head.weight))
+        drafts.append(int(target.draft_ids[logits[-1].argmax()]))
+        h = output if spec.norm_output else h[-1:]
+        following = drafts[-1] if forced is None else int(forced[k])
+        tokens, positions = torch.tensor([following]), positions[-1:] + 1
+    return drafts, torch.stack(logits)

@@ -27,6 +27,7 @@ from tests.unit.drafter_cases import (
 from tests.unit.drafter_reference import (
     document_outputs,
     reference_loss,
+    step_by_step_drafts,
     supervised,
     target_logits,
 )
@@ -170,9 +171,12 @@ def test_training_steps_equal_step_by_step_drafting_with_a_cache(spec):
         outputs = document_outputs(drafter, document, target.embed, STEPS)
     for start in (0, 3, 6):
         forced = document.ids[start + 2 :]
-        _, logits = draft_logits(drafter, target, document.ids, document.aux, start, STEPS, forced)
+        ids, aux = document.ids[: start + 2], document.aux[: start + 1]
+        _, logits = step_by_step_drafts(drafter, target, ids, aux, STEPS, forced)
         expected = torch.stack([o[start] for o in outputs]) @ drafter.lm_head.weight.detach().t()
         torch.testing.assert_close(logits, expected)
+        trained = draft_logits(drafter, target, ids, aux, forced[:STEPS])
+        torch.testing.assert_close(trained, expected)
 
 
 def test_metrics_count_hits_against_the_full_vocabulary_argmax():

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.spec import DrafterSpec
@@ -17,6 +16,7 @@ from eagle3_train.preflight import states
 from eagle3_train.preflight.live import failure
 from eagle3_train.preflight.nodes import compare_versions
 from eagle3_train.target.weights import FrozenWeights
+from tests.unit.drafter_reference import step_by_step_drafts
 
 LAYERS, EPS = 6, 1e-5
 
@@ -115,15 +115,11 @@ def drafts(engine, boundaries):
     drafter, target = Eagle3Drafter(spec), FrozenTarget(*weights, norm_eps=EPS)
     init_from_target(drafter, target, torch.Generator().manual_seed(0))
     aux = answer(engine, boundaries).states[:, :-1].flatten(1)
-    lists = [
-        Drafted(
-            "0",
-            t,
-            ids[t + 1],
-            tuple(draft_logits(drafter, target, torch.tensor(ids), aux, t, 3)[0]),
-        )
-        for t in range(11, 40)
-    ]
+    lists = []
+    for t in range(11, 40):
+        known = torch.tensor(ids[: t + 2])
+        drafted, _ = step_by_step_drafts(drafter, target, known, aux[: t + 1], 3)
+        lists.append(Drafted("0", t, ids[t + 1], tuple(drafted)))
     return lists, drafter, target
 
 
