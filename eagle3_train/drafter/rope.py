@@ -35,9 +35,6 @@ def inverse_frequencies(
 
 def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
     """Long wavelengths are stretched by `factor`, short ones kept, the band between is blended."""
-    assert rope.low_freq_factor is not None
-    assert rope.high_freq_factor is not None
-    assert rope.original_max_position_embeddings is not None
     turns = rope.original_max_position_embeddings * plain / (2 * math.pi)
     width = rope.high_freq_factor - rope.low_freq_factor
     keep = ((turns - rope.low_freq_factor) / width).clamp(0, 1)
@@ -47,7 +44,6 @@ def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
 def _yarn(rope: RopeSpec, plain: Tensor, dim: int) -> Tensor:
     """Pairs turning more than `beta_fast` times over the original context are kept, slow ones stretched."""
     original = rope.original_max_position_embeddings
-    assert original is not None
 
     def pair_turning(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))

@@ -1,6 +1,7 @@
 """What a drafter is: its shape, its switches and its rotary embedding, as two frozen records.
 
-A `DrafterSpec` holds numbers only; the weights are in `model.py`. Both records refuse impossible values on construction.
+A `DrafterSpec` holds numbers only; the weights are in `model.py`. It refuses impossible values on construction, a
+`RopeSpec` when it is read from a configuration.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ class RopeSpec:
     rope_type: RopeType = "default"
     theta: float = 10000.0
     factor: float = 1.0
-    original_max_position_embeddings: int | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
@@ -43,40 +44,33 @@ class RopeSpec:
     truncate: bool = True
     interleaved: bool = False
 
-    def __post_init__(self) -> None:
-        if self.rope_type not in _NEEDED:
-            raise ValueError(
-                f"rope_type is {self.rope_type!r}; the drafter knows {sorted(_NEEDED)}. "
-                "Set the drafter's RoPE explicitly to one of these."
-            )
-        missing = [key for key in _NEEDED[self.rope_type] if getattr(self, key) is None]
-        if missing:
-            raise ValueError(f"rope_type {self.rope_type!r} needs {missing}; add them.")
-        if self.theta <= 0 or self.factor <= 0:
-            raise ValueError(f"theta={self.theta}, factor={self.factor}: both must be positive.")
-
     @classmethod
     def from_parameters(cls, parameters: dict[str, Any], interleaved: bool = False) -> RopeSpec:
-        """Read a transformers-5 `rope_parameters` dict, or `rope_scaling` with `rope_theta` merged in."""
+        """Read a transformers-5 `rope_parameters` dict, or `rope_scaling` with `rope_theta` merged in.
+
+        Raises ValueError for a rotary embedding that no drafter has.
+        """
         given = {key: value for key, value in parameters.items() if value is not None}
         rope_type = given.get("rope_type", given.get("type", "default"))
         rope_type = {"deepseek_yarn": "yarn", "mrope": "default"}.get(rope_type, rope_type)
-        if given.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise ValueError(
-                f"partial_rotary_factor={parameters['partial_rotary_factor']} is not supported; "
-                "give the drafter a full rotary embedding explicitly."
-            )
+        if (share := given.pop("partial_rotary_factor", 1.0)) != 1.0:
+            raise ValueError(f"partial_rotary_factor={share}: drafters rotate all of each head.")
         if rope_type not in _NEEDED:
-            return cls(rope_type)  # refuses it
+            raise ValueError(f"rope_type is {rope_type!r}; drafters know {sorted(_NEEDED)}.")
+        if missing := [key for key in _NEEDED[rope_type] if key not in given]:
+            raise ValueError(f"rope_type {rope_type!r} needs {missing}; add them.")
         known = {*_NEEDED[rope_type], *_OPTIONS.get(rope_type, ())}
-        unknown = set(given) - known - _IGNORED_KEYS
+        unknown = given.keys() - known - _IGNORED_KEYS
         if rope_type == "default":
             unknown -= {"factor", _ORIGINAL}
         if unknown:
             raise ValueError(f"unknown rope parameters {sorted(unknown)} for {rope_type!r}.")
-        fields = {key: given[key] for key in known & set(given)}
         theta = float(given.get("rope_theta", 10000.0))
-        return cls(rope_type=rope_type, theta=theta, interleaved=interleaved, **fields)
+        fields = {key: given[key] for key in known & given.keys()}
+        rope = cls(rope_type, theta, interleaved=interleaved, **fields)
+        if rope.theta <= 0 or rope.factor <= 0:
+            raise ValueError(f"theta={rope.theta}, factor={rope.factor}: both must be positive.")
+        return rope
 
     def parameters(self) -> dict[str, Any]:
         """The same facts as a transformers-5 `rope_parameters` dict."""
