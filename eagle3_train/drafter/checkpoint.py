@@ -24,9 +24,9 @@ from eagle3_train.drafter.checkpoint_format import (
     expected_tensors,
     layout_of,
     read_config,
+    read_json,
     read_tensors,
     spec_from_config,
-    speculators_config,
     tensor_names,
     twins,
 )
@@ -57,13 +57,9 @@ def write_checkpoint(
     assert (d2t is None) == spec.full_vocab, (
         "d2t belongs to a reduced draft vocabulary, and only there"
     )
-    facts, kind = metadata or {}, getattr(torch, dtype)
-    config = engine_config(spec, boundaries, target, dtype)
-    if layout == "speculators":
-        config = speculators_config(config, facts["target"], facts["num_speculative_tokens"])
-    config["eagle3_train"] = facts
+    config = engine_config(spec, boundaries, target, dtype, layout, metadata or {})
     tensors = {
-        name: weights[own].detach().to(kind, copy=name in twins(spec))
+        name: weights[own].detach().to(getattr(torch, dtype), copy=name in twins(spec))
         for name, own in tensor_names(spec, layout).items()
     }
     if d2t is not None:
@@ -81,7 +77,7 @@ def write_checkpoint(
         os.close(descriptor)
     try:
         validate_checkpoint(temporary, spec, boundaries, target)
-    except ExportError:
+    except ValueError:
         shutil.rmtree(temporary)
         raise
     if directory.exists():
@@ -110,20 +106,17 @@ def validate_checkpoint(
             f"config.json: max_position_embeddings {spec.max_position_embeddings} is below the serving "
             f"length {target.serving_len}: positions beyond it crash the engine"
         )
-    config = read_config(directory)
+    config = read_json(directory)
     dtype: Any = config.get("torch_dtype")
-    engine = engine_config(spec, boundaries, target, dtype)
-    wanted = {"eagle_config": None, **engine}
-    _check_config(config, wanted)
-    if layout_of(config) == "speculators":
-        made = config.get("eagle3_train", {})
-        wanted = speculators_config(engine, made.get("target"), made.get("num_speculative_tokens"))
-        config = json.loads((directory / "config.json").read_text())
-        _check_config(config, wanted)
-    if unknown := sorted(config.keys() - wanted.keys() - {"eagle3_train"}):  # an engine may obey it
+    layout, facts = layout_of(config), config.get("eagle3_train", {})
+    wanted = engine_config(spec, boundaries, target, dtype, layout, facts)
+    for key, value in {"eagle_config": None, **wanted}.items():
+        if config.get(key) != value:
+            raise ExportError(f"config.json: {key} is {config.get(key)}, must be {value}")
+    if unknown := sorted(config.keys() - wanted.keys()):  # an engine may obey it
         raise ExportError(f"config.json: {', '.join(unknown)} is no part of this drafter")
     tensors, own = read_tensors(directory), expected_tensors(spec)
-    shapes = {name: own[origin] for name, origin in tensor_names(spec, layout_of(config)).items()}
+    shapes = {name: own[origin] for name, origin in tensor_names(spec, layout).items()}
     maps = {"d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)}
     _check_shapes(directory, tensors, shapes if spec.full_vocab else {**shapes, **maps})
     for name in shapes:
@@ -136,12 +129,6 @@ def validate_checkpoint(
             raise ExportError(
                 f"the draft vocabulary lacks special tokens {absent}: they could never be drafted"
             )
-
-
-def _check_config(config: Json, wanted: Json) -> None:
-    for key, value in wanted.items():
-        if config.get(key) != value:
-            raise ExportError(f"config.json: {key} is {config.get(key)}, must be {value}")
 
 
 def _check_shapes(

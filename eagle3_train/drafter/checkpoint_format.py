@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -65,9 +64,15 @@ def expected_tensors(spec: DrafterSpec) -> dict[str, tuple[int, ...]]:
 
 
 def engine_config(
-    spec: DrafterSpec, boundaries: tuple[int, ...], target: ServedTarget, dtype: Dtype
+    spec: DrafterSpec,
+    boundaries: tuple[int, ...],
+    target: ServedTarget,
+    dtype: Dtype,
+    layout: Layout,
+    facts: Json,
 ) -> Json:
-    """config.json as both engines read it. `boundaries` are the aux ones, rising, without L."""
+    """config.json as the engines read it. `boundaries` are the aux ones, rising, without L; `facts` go under
+    "eagle3_train"."""
     mla = spec.attention == "mla"
     rope = spec.rope.parameters()
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -91,6 +96,7 @@ def engine_config(
         else scaling | {"type": spec.rope.rope_type},
         "dtype": dtype,
         "torch_dtype": dtype,
+        "eagle3_train": facts,
     }
     if mla:
         config |= {key: getattr(spec, key) for key in _MLA_SIZES}
@@ -99,7 +105,7 @@ def engine_config(
     ids = sglang_layer_ids(boundaries, target.num_layers, target.sglang_ids)
     if ids is not None:
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
-    return config
+    return config if layout == "eagle3" else _speculators_config(config)
 
 
 def sglang_layer_ids(
@@ -125,40 +131,36 @@ def spec_from_config(config: Json) -> DrafterSpec:
     """The spec a plain (not speculators) configuration describes. Raises ExportError if we do not train it."""
     if config.get("norm_before_residual", False):
         raise ExportError("norm_before_residual=true is not an architecture this project trains")
-    config = {key: value for key, value in config.items() if value is not None}
-    mla = "kv_lora_rank" in config
+    given = {key: value for key, value in config.items() if value is not None}
+    mla = "kv_lora_rank" in given
     try:
-        heads = config["num_attention_heads"]
-        defaults = {
+        heads = given["num_attention_heads"]
+        config = {
             "num_key_value_heads": heads,
-            "head_dim": config["hidden_size"] // heads,
-            "draft_vocab_size": config["vocab_size"],
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10_000.0,
-            **dict.fromkeys(SWITCHES, False),
+            "head_dim": given["hidden_size"] // heads,
+            "draft_vocab_size": given["vocab_size"],
+            **given,
         }
-        latent: Json = {}
-        config = defaults | config
         if mla:
-            latent = {key: config.get(key) for key in _MLA_SIZES}
             config["num_key_value_heads"] = heads
             config["head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-        rope = {"rope_theta": config["rope_theta"], **config.get("rope_scaling", {})}
+        latent: Json = {key: given.get(key) for key in _MLA_SIZES if mla}
+        rope = {"rope_theta": given.get("rope_theta"), **given.get("rope_scaling", {})}
         return DrafterSpec(
             **{name: config[key] for name, key in _SIZES.items()},
             **latent,
             attention="mla" if mla else "llama",
             head_dim=config["head_dim"],
-            rms_norm_eps=config["rms_norm_eps"],
-            rope=RopeSpec.from_parameters(config.get("rope_parameters", rope), interleaved=mla),
-            **{switch: bool(config[switch]) for switch in SWITCHES},
+            rms_norm_eps=given.get("rms_norm_eps", 1e-6),
+            rope=RopeSpec.from_parameters(given.get("rope_parameters", rope), interleaved=mla),
+            **{switch: bool(given.get(switch)) for switch in SWITCHES},
         )
     except KeyError as error:
         raise ExportError(f"config.json names no {error}") from error
 
 
-def speculators_config(config: Json, target_name: str, num_speculative_tokens: int) -> Json:
-    """What `engine_config` says in the layout of the speculators library, which vLLM also serves by itself.
+def _speculators_config(config: Json) -> Json:
+    """The same in the layout of the speculators library, which vLLM also serves by itself.
 
     Raises ExportError for latent attention: vLLM builds only Llama and Qwen3 drafters from that layout.
     """
@@ -167,9 +169,13 @@ def speculators_config(config: Json, target_name: str, num_speculative_tokens: i
             "the speculators layout holds no latent-attention (MLA) drafter; set export.format=eagle3"
         )
     outer = ["draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "norm_before_residual"]
-    outer += [*SWITCHES, "tie_word_embeddings", "dtype", "torch_dtype", "architectures"]
-    layer = {key: value for key, value in config.items() if key not in outer}
-    proposal = {"proposal_type": "greedy", "speculative_tokens": num_speculative_tokens}
+    outer += [*SWITCHES, "tie_word_embeddings", "dtype", "torch_dtype", "eagle3_train"]
+    layer = {k: v for k, v in config.items() if k not in (*outer, "architectures")}
+    facts = config["eagle3_train"]
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": facts.get("num_speculative_tokens"),
+    }
     return {
         **{key: config[key] for key in outer},
         "architectures": ["Eagle3DraftModel"],
@@ -178,24 +184,25 @@ def speculators_config(config: Json, target_name: str, num_speculative_tokens: i
             "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {"name_or_path": target_name, "architectures": []},
+            "verifier": {"name_or_path": facts.get("target"), "architectures": []},
         },
         "transformer_layer_config": layer,
     }
 
 
-def read_config(directory: Path) -> Json:
-    """config.json of a checkpoint; the speculators layout flattened, so that its keys stand where ours do.
-
-    Raises ExportError when there is none.
-    """
+def read_json(directory: Path) -> Json:
+    """config.json of a checkpoint as it stands. Raises ExportError when there is none."""
     path = directory / "config.json"
     if not path.is_file():
         raise ExportError(f"{directory} holds no config.json: not a checkpoint")
-    try:
+    with reading(path):
         config: Json = json.loads(path.read_text())
-    except ValueError as error:
-        raise ExportError(f"{path} is not JSON: {error}") from error
+    return config
+
+
+def read_config(directory: Path) -> Json:
+    """config.json of a checkpoint; the speculators layout flattened, so that its keys stand where ours do."""
+    config = read_json(directory)
     layer = config.pop("transformer_layer_config", None)
     if layer is None:
         return config
@@ -231,26 +238,24 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
     index = directory / "model.safetensors.index.json"
     files = {path.name for path in directory.glob("*.safetensors")}
     named = files if len(files) == 1 else {"model.safetensors"} & files
-    listed: set[str] | None = None
+    listed: dict[str, str] | None = None
     if index.is_file():
         with reading(index):
-            weight_map: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            named, listed = set(weight_map.values()), set(weight_map)
+            listed = json.loads(index.read_text())["weight_map"]
+            named = set(listed.values())
     if extra := sorted(files - named):
         raise ExportError(
             f"{directory}: extra weight file {', '.join(extra)}: no index names it, yet an engine may read it"
         )
     tensors: dict[str, Tensor] = {}
     for name in sorted(named):
-        try:
+        with reading(directory / name):
             tensors |= load_file(directory / name)
-        except (OSError, SafetensorError) as error:
-            raise ExportError(f"{name} is not a readable safetensors file: {error}") from error
     if not tensors:
         pickled = "; pytorch_model.bin is a pickle and is not opened, convert it to safetensors"
         advice = pickled if (directory / "pytorch_model.bin").is_file() else ""
         raise ExportError(f"{directory} holds no weights (*.safetensors){advice}")
-    if listed is not None and (differing := sorted(listed ^ tensors.keys())):
+    if listed is not None and (differing := sorted(listed.keys() ^ tensors.keys())):
         raise ExportError(
             f"{directory}: {', '.join(differing)} is in the index or in its files, not in both"
         )
