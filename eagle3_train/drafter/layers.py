@@ -173,7 +173,7 @@ class GatedDown:
     """The second half of the MLP at every step. Overwrites gate and up with their gradients in backward."""
 
     def __init__(self, weight: Tensor, counts: Sequence[int], fp8: bool) -> None:
-        self.linear = StepLinear(weight, len(counts), Stack(counts, len(weight), weight), fp8)
+        self.linear = StepLinear(weight, Stack(counts, len(weight), weight), fp8)
         self.product = Stack(counts, weight.shape[1], weight)
         """silu(gate) * up of all steps, made in backward."""
 

@@ -44,7 +44,7 @@ class Eagle3Drafter(DrafterWeights):
             weights = losses.row_weights(rows, options.decay, normaliser, wide(states.dtype))
         head = self.lm_head.weight
         loss, drafts = losses.draft_loss(
-            outputs, head, supervision, rows, weights, options.kind, metrics, self.fp8
+            outputs, head, supervision, rows, weights, options.kind, metrics, self.multiplies_in_fp8
         )
         if drafts is None:
             return StepOutput(loss, None)

@@ -95,7 +95,7 @@ class DrafterWeights(nn.Module):
         super().__init__()
         self.spec = spec
         self.fp8 = fp8
-        """Multiply the layers' and the head's matrices in fp8 (bf16 weights, CUDA)."""
+        """Train with the layers' and the head's matrices multiplied in fp8 (bf16 weights)."""
         aux = spec.num_aux * spec.hidden_size
         with torch.device("meta"):  # the memory comes once, in the right dtype and place
             self.fc = Weight(spec.hidden_size, aux)
@@ -116,6 +116,11 @@ class DrafterWeights(nn.Module):
         """Layers in order."""
         deeper = [self.layers[str(i)] for i in range(1, self.spec.num_layers)]
         return [self.midlayer, *deeper]  # type: ignore[list-item]
+
+    @property
+    def multiplies_in_fp8(self) -> bool:
+        """Not when evaluated: a drafter is exported, and served, without fp8."""
+        return self.fp8 and torch.is_grad_enabled()
 
     @property
     def fc_norms(self) -> list[Tensor]:

@@ -46,7 +46,7 @@ class InputLinear:
             if not only_starts:
                 later = [rows.starts.index_select(0, slots) for slots in later]
             self._gather, self._index = StepGather(), [None, *later]
-        self._linear = StepLinear(weight, rows.steps, fp8=fp8)
+        self._linear = StepLinear(weight, fp8=fp8)
 
     def __call__(self, k: int, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows out"]:
         """Apply at step k."""
@@ -64,40 +64,28 @@ def project(
 ) -> tuple[Projection, Projection]:
     """Query heads, and key heads followed by value heads, before RoPE, of one layer for one pass."""
     only_starts = spec.num_layers == 1  # deeper drafters query every context row at step 0
+
+    def linear(weight: Tensor, only_starts: bool = False) -> InputLinear:
+        return InputLinear(weight, rows, embedded, only_starts, fp8)
+
     if isinstance(attention, LlamaAttention):
         keys = torch.cat([attention.k_proj.weight, attention.v_proj.weight])
-        return (
-            InputLinear(attention.q_proj.weight, rows, embedded, only_starts, fp8),
-            InputLinear(keys, rows, embedded, False, fp8),
-        )
-    return (
-        _mla_query(spec, attention, rows, embedded, only_starts, fp8),
-        _mla_key_value(spec, attention, rows, embedded, fp8),
-    )
-
-
-def _mla_query(
-    spec: DrafterSpec,
-    attention: MlaAttention,
-    rows: RowPlan,
-    embedded: Tensor | None,
-    only_starts: bool,
-    fp8: bool,
-) -> Projection:
+        return linear(attention.q_proj.weight, only_starts), linear(keys)
+    latent = linear(attention.kv_a_proj_with_mqa.weight)
+    key_value = _mla_key_value(spec, attention, latent, fp8)
     if spec.q_lora_rank is None:
-        return InputLinear(attention.q_proj.weight, rows, embedded, only_starts, fp8)
-    down = InputLinear(attention.q_a_proj.weight, rows, embedded, only_starts, fp8)
-    up = StepLinear(attention.q_b_proj.weight, rows.steps, fp8=fp8)
+        return linear(attention.q_proj.weight, only_starts), key_value
+    down = linear(attention.q_a_proj.weight, only_starts)
+    up = StepLinear(attention.q_b_proj.weight, fp8=fp8)
     norm = attention.q_a_layernorm.weight
-    return lambda k, x: up(k, rms_norm(down(k, x), norm, spec.rms_norm_eps))
+    return lambda k, x: up(k, rms_norm(down(k, x), norm, spec.rms_norm_eps)), key_value
 
 
 def _mla_key_value(
-    spec: DrafterSpec, attention: MlaAttention, rows: RowPlan, embedded: Tensor | None, fp8: bool
+    spec: DrafterSpec, attention: MlaAttention, down: InputLinear, fp8: bool
 ) -> Projection:
     norm, nope = attention.kv_a_layernorm.weight, spec.head_dim - spec.rope_dim
-    down = InputLinear(attention.kv_a_proj_with_mqa.weight, rows, embedded, False, fp8)
-    up = StepLinear(attention.kv_b_proj.weight, rows.steps, fp8=fp8)
+    up = StepLinear(attention.kv_b_proj.weight, fp8=fp8)
 
     def key_value(k: int, x: Tensor) -> Tensor:
         latent, rotated = down(k, x).split([len(norm), spec.rope_dim], 1)

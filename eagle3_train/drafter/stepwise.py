@@ -61,13 +61,12 @@ class StepLinear:
     `output` places y_k in a Stack so that a consumer may overwrite it with its gradient in backward.
     """
 
-    def __init__(
-        self, weight: Tensor, steps: int, output: Stack | None = None, fp8: bool = False
-    ) -> None:
+    def __init__(self, weight: Tensor, output: Stack | None = None, fp8: bool = False) -> None:
         self.weight = weight
         self.ops = weight_ops(weight, fp8)
         self.output = output
-        self.records: list[tuple[Tensor, Tensor] | None] = [None] * steps
+        self.records: list[tuple[Tensor, Tensor]] = []
+        """(input, output gradient) of each step so far, last step first."""
 
     def __call__(
         self, k: int, x: Float[Tensor, "rows in"], add: Float[Tensor, "rows out"] | None = None
@@ -81,12 +80,11 @@ class StepLinear:
 
     def record(self, k: int, x: Tensor, dy: Tensor) -> Tensor | None:
         """Note one step's pair; at step 0 return the weight gradient of all steps and let the buffers go."""
-        self.records[k] = (x, dy)
+        self.records.append((x, dy))
         if k:
             return None
-        pairs = [pair for pair in self.records if pair is not None]
-        self.records = []
-        gradient = self.ops.weight_gradient(pairs, None)
+        gradient = self.ops.weight_gradient(self.records[::-1], None)
+        self.records.clear()
         if self.output:
             self.output.release()
         return gradient
@@ -124,17 +122,6 @@ class StepGather:
         """Rows of the table at step k; index None takes them all, in order."""
         return _StepGather.apply(table, index, self, k)  # type: ignore[no-any-return, no-untyped-call]
 
-    def add(self, like: Tensor, index: Tensor | None, dy: Tensor) -> Tensor:
-        """Add one step's gradient to the running total."""
-        if self.total is None:
-            self.total = torch.zeros_like(like, dtype=wide(like.dtype))
-        if dy.is_cuda:
-            from eagle3_train.drafter import kernels
-
-            return kernels.add_rows_(self.total, index, dy)
-        dy = dy.to(self.total.dtype)
-        return self.total.add_(dy) if index is None else self.total.index_add_(0, index, dy)
-
 
 class _StepGather(Function):
     @staticmethod
@@ -144,7 +131,18 @@ class _StepGather(Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        total = ctx.owner.add(ctx.like, ctx.index, dy)
+        total, index = ctx.owner.total, ctx.index
+        if total is None:
+            total = torch.zeros_like(ctx.like, dtype=wide(ctx.like.dtype))
+            ctx.owner.total = total
+        if dy.is_cuda:
+            from eagle3_train.drafter import kernels
+
+            kernels.add_rows_(total, index, dy)
+        elif index is None:
+            total.add_(dy)
+        else:
+            total.index_add_(0, index, dy.to(total.dtype))
         if ctx.k:
             return None, None, None, None
         ctx.owner.total = None

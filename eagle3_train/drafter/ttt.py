@@ -63,20 +63,20 @@ class LayerPass:
         rows: RowPlan,
         embedded: Tensor | None,
     ) -> None:
-        spec, like = drafter.spec, layer.mlp.gate_proj.weight
+        spec, fp8, like = drafter.spec, drafter.multiplies_in_fp8, layer.mlp.gate_proj.weight
         counts = rows.counts[: rows.steps]
         keys = [len(rows.context), *counts[1:]]
         # lower layers run every context row at step 0: the next layer's keys need it
         queries = counts if layer.index == spec.num_layers - 1 else keys
         self.attention = StepAttention(spec, queries, keys, rows.offsets, like)
-        self.query, self.key_value = project(spec, layer.self_attn, rows, embedded, drafter.fp8)
+        self.query, self.key_value = project(spec, layer.self_attn, rows, embedded, fp8)
 
         def linear(weight: Tensor) -> StepLinear:
-            return StepLinear(weight, rows.steps, Stack(queries, len(weight), like), drafter.fp8)
+            return StepLinear(weight, Stack(queries, len(weight), like), fp8)
 
         self.out = linear(layer.self_attn.o_proj.weight)
         self.gate, self.up = linear(layer.mlp.gate_proj.weight), linear(layer.mlp.up_proj.weight)
-        self.down = GatedDown(layer.mlp.down_proj.weight, queries, drafter.fp8)
+        self.down = GatedDown(layer.mlp.down_proj.weight, queries, fp8)
         self.norm, self.eps = layer.post_attention_layernorm.weight, spec.rms_norm_eps
         self.normed = Stack(queries, spec.hidden_size, like)
 

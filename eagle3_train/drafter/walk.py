@@ -77,15 +77,8 @@ def walk_batch(
     options: LossOptions | None = None,
     normaliser: float = 1.0,
 ) -> tuple[StepOutput, Acceptance]:
-    """The training step's own forward pass over a pack, and the walk of its answers, as deep as its rows are planned.
-
-    Never in fp8: the drafter is exported, and served, without it.
-    """
-    fp8, drafter.fp8 = drafter.fp8, False
-    try:
-        out = drafter(batch, target, options or LossOptions(), normaliser, True)
-    finally:
-        drafter.fp8 = fp8
+    """The training step's own forward pass over a pack, and the walk of its answers, as deep as its rows are planned."""
+    out = drafter(batch, target, options or LossOptions(), normaliser, True)
     assert out.metrics is not None
     starts = batch.rows.starts.cpu().numpy()
     accepted, begin = out.metrics.accepted.cpu().numpy(), batch.rows.begin.cpu().numpy()
