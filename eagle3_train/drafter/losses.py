@@ -70,9 +70,8 @@ def target_answers(
     states: Float[Tensor, "slots hidden"], target: FrozenTarget
 ) -> Int[Tensor, " slots"]:
     """The target's own next token (argmax over its full vocabulary) of each slot."""
-    rows = chunk_rows(states, len(target.lm_head))
-    parts = [(part @ target.lm_head.t()).argmax(-1) for part in states.split(rows)]
-    return torch.cat(parts) if parts else states.new_zeros(0, dtype=torch.long)
+    parts = states.split(chunk_rows(states, len(target.lm_head)))
+    return torch.cat([(part @ target.lm_head.t()).argmax(-1) for part in parts])
 
 
 def chunk_rows(like: Tensor, vocab: int) -> int:
@@ -84,10 +83,7 @@ def chunk_rows(like: Tensor, vocab: int) -> int:
 
 
 def row_weights(
-    rows: RowPlan,
-    decay: float,
-    normaliser: float | Tensor,
-    dtype: torch.dtype,
+    rows: RowPlan, decay: float, normaliser: float | Tensor, dtype: torch.dtype
 ) -> Float[Tensor, " flat"]:
     """decay**k / normaliser of every flat row, times the plan's own weights."""
     out = torch.empty(len(rows.slots), dtype=dtype, device=rows.slots.device)

@@ -169,12 +169,11 @@ def unroll(
 def hits(rows: RowPlan, correct: Tensor) -> StepMetrics:
     """Per-step and leading hits from the hit of every flat row (bool[R])."""
     accepted = torch.zeros(len(rows.starts), dtype=torch.int32, device=correct.device)
-    leading: Tensor | None = None
-    steps = len(rows.counts)
-    totals = torch.zeros(2, steps, dtype=torch.int64, device=correct.device)
+    leading = torch.ones_like(accepted, dtype=torch.bool)
+    totals = torch.zeros(2, len(rows.counts), dtype=torch.int64, device=correct.device)
     for k in range(rows.steps):
         hit = rows.at(correct, k)
-        leading = hit if leading is None else leading[: len(hit)] & hit
+        leading = leading[: len(hit)] & hit
         totals[0, k], totals[1, k] = hit.sum(), leading.sum()
         accepted[: len(hit)] += leading
     return StepMetrics(rows.counts, totals[0], totals[1], accepted)
