@@ -199,10 +199,7 @@ def read_checkpoint(directory: Path, spec: DrafterSpec | None = None) -> Checkpo
     _check_plain(directory, config, tensors)
     if "fc.weight" not in tensors:
         raise ExportError(f"{directory} holds no fc.weight: not an EAGLE-3 drafter")
-    config.setdefault(
-        "num_aux_hidden_states", tensors["fc.weight"].shape[1] // config["hidden_size"]
-    )
-    found = spec_from_config(config)
+    found = spec_from_config(config, tensors["fc.weight"].shape[1])
     if spec is not None:
         _check_same(directory, found, spec)
     try:

@@ -127,8 +127,9 @@ def sglang_layer_ids(
     return [boundary - 1 for boundary in boundaries]
 
 
-def spec_from_config(config: Json) -> DrafterSpec:
-    """The spec a plain (not speculators) configuration describes. Raises ExportError if we do not train it."""
+def spec_from_config(config: Json, fc_inputs: int) -> DrafterSpec:
+    """The spec a flattened configuration describes; fc_inputs, the width fc reads, counts the auxiliary states where
+    it does not. Raises ExportError if we do not train it."""
     if config.get("norm_before_residual", False):
         raise ExportError("norm_before_residual=true is not an architecture this project trains")
     given = {key: value for key, value in config.items() if value is not None}
@@ -139,6 +140,7 @@ def spec_from_config(config: Json) -> DrafterSpec:
             "num_key_value_heads": heads,
             "head_dim": given["hidden_size"] // heads,
             "draft_vocab_size": given["vocab_size"],
+            "num_aux_hidden_states": fc_inputs // given["hidden_size"],
             **given,
         }
         if mla:
