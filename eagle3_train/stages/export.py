@@ -57,8 +57,7 @@ def _export(
     vocabulary = RunDir(config.run_path).draft_vocab
     made_of = provenance.digests([weights] if spec.full_vocab else [weights, vocabulary])
     source = f"{weights.parent.name}/{weights.name} as {config.export.dtype} {config.export.format}"
-    made = {"source": source, "made_of": made_of, "shard_bytes": config.export.max_shard_bytes}
-    metadata = metadata | made
+    metadata = metadata | {"source": source, "made_of": made_of}
     if _described(directory) == metadata | {"commit": None}:
         validate_checkpoint(directory, spec, boundaries, target)
         log.info("export: %s is current", directory)
@@ -71,7 +70,6 @@ def _export(
         boundaries,
         target,
         config.export.dtype,
-        config.export.max_shard_bytes,
         metadata,
         config.export.format,
     )
