@@ -67,7 +67,7 @@ class Shape:
             draft_vocab_size=self.draft_vocab,
             max_position_embeddings=max(self.lengths) + 64,
             rms_norm_eps=1e-6,
-            rope=RopeSpec(theta=self.theta, interleaved=self.mla is not None),
+            rope=RopeSpec(theta=self.theta),
             **latent,
         )
 

@@ -87,7 +87,9 @@ class StepAttention:
     ) -> None:
         self.heads, self.kv_heads = spec.num_heads, spec.num_kv_heads
         self.qk_dim, self.value_dim = spec.head_dim, spec.value_dim
-        self.scale, self.interleaved = softmax_scale(spec), spec.rope.interleaved
+        self.scale = softmax_scale(spec)
+        # vLLM rotates pairs (2i, 2i+1) of an MLA drafter's heads, pairs (i, i + dim/2) of a Llama drafter's.
+        self.interleaved = spec.attention == "mla"
         self.offsets, self.context = offsets, keys[0]
         width = self.kv_heads * (self.qk_dim + self.value_dim)
         self.store = Stack(keys, width, like)

@@ -154,7 +154,7 @@ def spec_from_config(config: Json, fc_inputs: int) -> DrafterSpec:
             attention="mla" if mla else "llama",
             head_dim=config["head_dim"],
             rms_norm_eps=given.get("rms_norm_eps", 1e-6),
-            rope=RopeSpec.from_parameters(given.get("rope_parameters", rope), interleaved=mla),
+            rope=RopeSpec.from_parameters(given.get("rope_parameters", rope)),
             **{switch: bool(given.get(switch)) for switch in SWITCHES},
         )
     except KeyError as error:

@@ -25,10 +25,7 @@ _IGNORED_KEYS = {"type", "rope_type", "rope_theta", "mrope_section", "mrope_inte
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding of one attention layer, in the terms of a model's `rope_parameters`.
-
-    `interleaved` rotates pairs (2i, 2i+1) (MLA); otherwise pairs (i, i + dim/2) (Llama).
-    """
+    """Rotary embedding of one attention layer, in the terms of a model's `rope_parameters`."""
 
     rope_type: RopeType = "default"
     theta: float = 10000.0
@@ -42,10 +39,9 @@ class RopeSpec:
     mscale_all_dim: float | None = None
     attention_factor: float | None = None
     truncate: bool = True
-    interleaved: bool = False
 
     @classmethod
-    def from_parameters(cls, parameters: dict[str, Any], interleaved: bool = False) -> RopeSpec:
+    def from_parameters(cls, parameters: dict[str, Any]) -> RopeSpec:
         """Read a transformers-5 `rope_parameters` dict, or `rope_scaling` with `rope_theta` merged in.
 
         Raises ValueError for a rotary embedding that no drafter has.
@@ -67,7 +63,7 @@ class RopeSpec:
             raise ValueError(f"unknown rope parameters {sorted(unknown)} for {rope_type!r}.")
         theta = float(given.get("rope_theta", 10000.0))
         fields = {key: given[key] for key in known & given.keys()}
-        rope = cls(rope_type, theta, interleaved=interleaved, **fields)
+        rope = cls(rope_type, theta, **fields)
         if rope.theta <= 0 or rope.factor <= 0:
             raise ValueError(f"theta={rope.theta}, factor={rope.factor}: both must be positive.")
         return rope
@@ -131,8 +127,6 @@ class DrafterSpec:
             )
         if self.rope_dim % 2:
             raise ValueError(f"head_dim={self.rope_dim} must be even for RoPE.")
-        # vLLM rotates halves of a Llama drafter's heads, and pairs of an MLA drafter's
-        assert self.rope.interleaved == (self.attention == "mla")
 
     def _check_mla(self) -> None:
         names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")

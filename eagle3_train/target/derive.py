@@ -39,7 +39,7 @@ def drafter_spec(facts: TargetFacts, config: DrafterConfig) -> DrafterSpec:
         num_layers=config.num_layers,
         num_aux=len(resolve_boundaries(config.aux_layers, facts.num_layers)) - 1,
         rms_norm_eps=facts.rms_norm_eps,
-        rope=RopeSpec.from_parameters(facts.rope, interleaved=mla is not None),
+        rope=RopeSpec.from_parameters(facts.rope),
         **(asdict(mla) if mla else {}),
         norm_output=config.norm_output,
         fc_norm=config.fc_norm,

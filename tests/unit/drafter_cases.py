@@ -47,7 +47,6 @@ def mla_spec(**changes: object) -> DrafterSpec:
             original_max_position_embeddings=16,
             mscale=1.0,
             mscale_all_dim=0.7,
-            interleaved=True,
         ),
     }
     return llama_spec(**{**fields, **changes})

@@ -70,8 +70,8 @@ def heads(
     )
     kv = F.linear(rms(latent, attn.kv_a_layernorm.weight, eps), attn.kv_b_proj.weight)
     k, v = kv.unflatten(1, (spec.num_heads, -1)).split([nope, spec.value_dim], -1)
-    shared = rotate(shared[:, None], cos, sin, spec.rope.interleaved).expand(-1, spec.num_heads, -1)
-    q = torch.cat([q[..., :nope], rotate(q[..., nope:], cos, sin, spec.rope.interleaved)], -1)
+    shared = rotate(shared[:, None], cos, sin, True).expand(-1, spec.num_heads, -1)
+    q = torch.cat([q[..., :nope], rotate(q[..., nope:], cos, sin, True)], -1)
     return q, torch.cat([k, shared], -1), v
 
 

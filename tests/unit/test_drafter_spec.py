@@ -103,7 +103,7 @@ def test_scaled_frequencies_equal_transformers():
 
 
 def test_kimi_mla_scales_the_softmax_and_not_the_table():
-    spec = mla_spec(rope=RopeSpec.from_parameters(KIMI, interleaved=True))
+    spec = mla_spec(rope=RopeSpec.from_parameters(KIMI))
     gain = 0.1 * torch.log(torch.tensor(64.0)).item() + 1
     assert table_gain(spec) == pytest.approx(1.0)
     assert softmax_scale(spec) == pytest.approx(10**-0.5 * gain**2)

@@ -31,9 +31,7 @@ from tests.unit.drafter_cases import llama_spec, mla_spec
 Tensors = dict[str, torch.Tensor]
 Json = dict[str, Any]
 
-YARN = RopeSpec(
-    "yarn", 50_000.0, 64.0, 4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0, interleaved=True
-)
+YARN = RopeSpec("yarn", 50_000.0, 64.0, 4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0)
 LLAMA3 = RopeSpec("llama3", 500_000.0, 8.0, 8192, low_freq_factor=1.0, high_freq_factor=4.0)
 SIZES = {
     "hidden_size": 16,

@@ -29,17 +29,16 @@ KIMI = {
 }
 
 
-def test_a_mla_drafter_copies_the_latent_sizes_and_rotates_pairs(tmp_path):
+def test_a_mla_drafter_copies_the_latent_sizes(tmp_path):
     spec = drafter_spec(facts_from(KIMI, tmp_path), DrafterConfig(attention="mla"))
     assert (spec.num_heads, spec.kv_lora_rank, spec.head_dim) == (64, 512, 192)
-    assert spec.rope.interleaved
     assert (spec.rope.theta, spec.rope.factor) == (50000.0, 64.0)
     assert spec.max_position_embeddings == 262144
 
 
 def test_a_llama_drafter_of_a_mla_target_gets_a_head_width_kernels_know(tmp_path):
     spec = drafter_spec(facts_from(KIMI, tmp_path), DrafterConfig(num_kv_heads=8))
-    assert (spec.head_dim, spec.num_kv_heads, spec.rope.interleaved) == (128, 8, False)
+    assert (spec.head_dim, spec.num_kv_heads) == (128, 8)
     assert (spec.intermediate_size, spec.draft_vocab_size) == (18432, 163840)
 
 
