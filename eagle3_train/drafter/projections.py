@@ -22,37 +22,23 @@ Projection = Callable[[int, Tensor], Tensor]
 """(k, [rows, hidden]) -> [rows, width]."""
 
 
-class InputLinear:
+def _input_linear(
+    weight: Tensor, rows: RowPlan, embedded: Tensor | None, only_starts: bool, fp8: bool
+) -> Projection:
     """x W^T at every step, plus the token's share of the product when the layer reads the embedding.
 
-    embedded are the layer's normed token embeddings, one per context row. only_starts: step 0 multiplies the rows of
-    the starts only, not those of every context row.
+    embedded [context, hidden] are the layer's normed token embeddings. only_starts: step 0 multiplies the rows of the
+    starts only, not those of every context row.
     """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        rows: RowPlan,
-        embedded: Float[Tensor, "context hidden"] | None,
-        only_starts: bool,
-        fp8: bool,
-    ) -> None:
-        self._table: Tensor | None = None
-        if embedded is not None:
-            picked = embedded.index_select(0, rows.starts) if only_starts else embedded
-            of_token, weight = weight.split(embedded.shape[1], dim=1)
-            self._table = F.linear(picked, of_token)
-            later = [rows.at(rows.slots, k) for k in range(1, rows.steps)]
-            if not only_starts:
-                later = [rows.starts.index_select(0, slots) for slots in later]
-            self._gather, self._index = StepGather(), [None, *later]
-        self._linear = StepLinear(weight, fp8=fp8)
-
-    def __call__(self, k: int, x: Float[Tensor, "rows hidden"]) -> Float[Tensor, "rows out"]:
-        """Apply at step k."""
-        if self._table is None:
-            return self._linear(k, x)
-        return self._linear(k, x, self._gather(k, self._table, self._index[k]))
+    if embedded is None:
+        return StepLinear(weight, fp8=fp8)
+    of_token, of_state = weight.split(embedded.shape[1], dim=1)
+    table = F.linear(embedded.index_select(0, rows.starts) if only_starts else embedded, of_token)
+    later = [rows.at(rows.slots, k) for k in range(1, rows.steps)]
+    if not only_starts:
+        later = [rows.starts.index_select(0, slots) for slots in later]
+    gather, linear = StepGather(table, [None, *later]), StepLinear(of_state, fp8=fp8)
+    return lambda k, x: linear(k, x, gather(k))
 
 
 def project(
@@ -65,8 +51,8 @@ def project(
     """Query heads, and key heads followed by value heads, before RoPE, of one layer for one pass."""
     only_starts = spec.num_layers == 1  # deeper drafters query every context row at step 0
 
-    def linear(weight: Tensor, only_starts: bool = False) -> InputLinear:
-        return InputLinear(weight, rows, embedded, only_starts, fp8)
+    def linear(weight: Tensor, only_starts: bool = False) -> Projection:
+        return _input_linear(weight, rows, embedded, only_starts, fp8)
 
     if isinstance(attention, LlamaAttention):
         keys = torch.cat([attention.k_proj.weight, attention.v_proj.weight])
@@ -82,7 +68,7 @@ def project(
 
 
 def _mla_key_value(
-    spec: DrafterSpec, attention: MlaAttention, down: InputLinear, fp8: bool
+    spec: DrafterSpec, attention: MlaAttention, down: Projection, fp8: bool
 ) -> Projection:
     norm, nope = attention.kv_a_layernorm.weight, spec.head_dim - spec.rope_dim
     up = StepLinear(attention.kv_b_proj.weight, fp8=fp8)

@@ -108,33 +108,36 @@ class _StepLinear(Function):
 
 
 class StepGather:
-    """table[index_k] at every step k; the table's gradient is summed in fp32 and returned once, at step 0.
+    """table[indices[k]] at every step k; the table's gradient is summed in fp32 and returned once, at step 0.
 
-    Within one step no index repeats, so the sum has a fixed order.
+    Indices None take all rows, in order. Within one step no index repeats, so the sum has a fixed order.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self, table: Float[Tensor, "rows width"], indices: Sequence[Int[Tensor, " picked"] | None]
+    ) -> None:
+        self.table, self.indices = table, indices
         self.total: Tensor | None = None
 
-    def __call__(
-        self, k: int, table: Float[Tensor, "rows width"], index: Int[Tensor, " picked"] | None
-    ) -> Float[Tensor, "picked width"]:
-        """Rows of the table at step k; index None takes them all, in order."""
-        return _StepGather.apply(table, index, self, k)  # type: ignore[no-any-return, no-untyped-call]
+    def __call__(self, k: int) -> Float[Tensor, "picked width"]:
+        """Rows of the table at step k."""
+        return _StepGather.apply(self.table, self, k)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _StepGather(Function):
     @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor | None, owner: StepGather, k: int) -> Tensor:
-        ctx.like, ctx.index, ctx.owner, ctx.k = table.detach(), index, owner, k
+    def forward(ctx: Any, table: Tensor, owner: StepGather, k: int) -> Tensor:
+        ctx.owner, ctx.k = owner, k
+        index = owner.indices[k]
         return table.clone() if index is None else table.index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        total, index = ctx.owner.total, ctx.index
+        owner, index = ctx.owner, ctx.owner.indices[ctx.k]
+        total = owner.total
         if total is None:
-            total = torch.zeros_like(ctx.like, dtype=wide(ctx.like.dtype))
-            ctx.owner.total = total
+            total = torch.zeros_like(owner.table, dtype=wide(dy.dtype))
+            owner.total = total
         if dy.is_cuda:
             from eagle3_train.drafter import kernels
 
@@ -144,6 +147,6 @@ class _StepGather(Function):
         else:
             total.index_add_(0, index, dy.to(total.dtype))
         if ctx.k:
-            return None, None, None, None
-        ctx.owner.total = None
-        return total.to(ctx.like.dtype), None, None, None
+            return None, None, None
+        owner.total = None
+        return total.to(dy.dtype), None, None
