@@ -59,20 +59,20 @@ def needed(spec: DrafterSpec, rows: RowPlan) -> Work:
 def _projections(spec: DrafterSpec) -> tuple[tuple[int, int], tuple[int, int]]:
     """Multiply-adds per row of the (query, key and value) products with the layer's input, and of those after them."""
     queries = spec.num_heads * spec.head_dim
-    if spec.kv_lora_rank is None:
+    if (mla := spec.mla) is None:
         return (spec.hidden_size * queries, 0), (
             2 * spec.hidden_size * spec.num_kv_heads * spec.head_dim,
             0,
         )
-    rank = spec.q_lora_rank
+    rank = mla.q_lora_rank
     query = (
         (spec.hidden_size * queries, 0)
         if rank is None
         else (spec.hidden_size * rank, rank * queries)
     )
-    nope = spec.head_dim - spec.rope_dim
-    keys = spec.hidden_size * (spec.kv_lora_rank + spec.rope_dim)
-    return query, (keys, spec.kv_lora_rank * spec.num_heads * (nope + spec.value_dim))
+    keys = spec.hidden_size * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+    values = mla.qk_nope_head_dim + mla.v_head_dim
+    return query, (keys, mla.kv_lora_rank * spec.num_heads * values)
 
 
 def without_token_sharing(spec: DrafterSpec, rows: RowPlan) -> float:

@@ -23,7 +23,7 @@ from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.drafter.rows import PackedBatch, RowPlan, assemble_plan, plan_rows
-from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+from eagle3_train.drafter.spec import DrafterSpec, MlaShape, RopeSpec
 from eagle3_train.training.optim import AdamW
 
 DECAY = 0.8
@@ -52,11 +52,10 @@ class Shape:
     @property
     def spec(self) -> DrafterSpec:
         """The drafter of this shape."""
-        latent: dict[str, Any] = {}
+        latent = None
         if self.mla is not None:
-            names = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
-            latent = dict(zip(names, self.mla, strict=True)) | {"attention": "mla"}
-            latent["qk_nope_head_dim"] = self.head_dim - latent["qk_rope_head_dim"]
+            queries, keys, rotated, values = self.mla
+            latent = MlaShape(queries, keys, self.head_dim - rotated, rotated, values)
         return DrafterSpec(
             hidden_size=self.hidden,
             intermediate_size=self.inter,
@@ -68,7 +67,7 @@ class Shape:
             max_position_embeddings=max(self.lengths) + 64,
             rms_norm_eps=1e-6,
             rope=RopeSpec(theta=self.theta),
-            **latent,
+            mla=latent,
         )
 
 

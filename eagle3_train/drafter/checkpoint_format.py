@@ -5,7 +5,7 @@ are boundaries for vLLM (top level) and something else for SGLang (nested); both
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from eagle3_train.drafter.modules import DrafterWeights
-from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+from eagle3_train.drafter.spec import DrafterSpec, MlaShape, RopeSpec
 from eagle3_train.rundir import reading
 
 Json = dict[str, Any]
@@ -37,7 +37,6 @@ _SIZES = {  # spec field -> config.json key
     "draft_vocab_size": "draft_vocab_size",
     "num_aux": "num_aux_hidden_states",
 }
-_MLA_SIZES = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
 class ExportError(ValueError):
@@ -73,7 +72,7 @@ def engine_config(
 ) -> Json:
     """config.json as the engines read it. `boundaries` are the aux ones, rising, without L; `facts` go under
     "eagle3_train"."""
-    mla = spec.attention == "mla"
+    mla = spec.mla
     rope = spec.rope.parameters()
     scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
     config: Json = {
@@ -98,10 +97,7 @@ def engine_config(
         "torch_dtype": dtype,
         "eagle3_train": facts,
     }
-    if mla:
-        config |= {key: getattr(spec, key) for key in _MLA_SIZES}
-    else:
-        config["head_dim"] = spec.head_dim
+    config |= asdict(mla) if mla else {"head_dim": spec.head_dim}
     ids = sglang_layer_ids(boundaries, target.num_layers, target.sglang_ids)
     if ids is not None:
         config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": ids}
@@ -133,7 +129,7 @@ def spec_from_config(config: Json, fc_inputs: int) -> DrafterSpec:
     if config.get("norm_before_residual", False):
         raise ExportError("norm_before_residual=true is not an architecture this project trains")
     given = {key: value for key, value in config.items() if value is not None}
-    mla = "kv_lora_rank" in given
+    mla: MlaShape | None = None
     try:
         heads = given["num_attention_heads"]
         config = {
@@ -143,15 +139,14 @@ def spec_from_config(config: Json, fc_inputs: int) -> DrafterSpec:
             "num_aux_hidden_states": fc_inputs // given["hidden_size"],
             **given,
         }
-        if mla:
-            config["num_key_value_heads"] = heads
-            config["head_dim"] = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-        latent: Json = {key: given.get(key) for key in _MLA_SIZES if mla}
+        if "kv_lora_rank" in given:
+            sizes = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+            mla = MlaShape(given.get("q_lora_rank"), *(given[size] for size in sizes))
+            config |= {"num_key_value_heads": heads, "head_dim": mla.head_dim}
         rope = {"rope_theta": given.get("rope_theta"), **given.get("rope_scaling", {})}
         return DrafterSpec(
             **{name: config[key] for name, key in _SIZES.items()},
-            **latent,
-            attention="mla" if mla else "llama",
+            mla=mla,
             head_dim=config["head_dim"],
             rms_norm_eps=given.get("rms_norm_eps", 1e-6),
             rope=RopeSpec.from_parameters(given.get("rope_parameters", rope)),

@@ -7,7 +7,7 @@ covers everything FSDP2 has to gather.
 import torch
 from torch import Tensor, nn
 
-from eagle3_train.drafter.spec import DrafterSpec
+from eagle3_train.drafter.spec import DrafterSpec, MlaShape
 
 
 class Weight(nn.Module):
@@ -33,20 +33,20 @@ class LlamaAttention(nn.Module):
 class MlaAttention(nn.Module):
     """Multi-head latent attention as DeepSeek-V2/V3 and Kimi name it; `q_proj` when q is not compressed."""
 
-    def __init__(self, spec: DrafterSpec, inputs: int) -> None:
+    def __init__(self, spec: DrafterSpec, mla: MlaShape, inputs: int) -> None:
         super().__init__()
-        assert spec.kv_lora_rank is not None
-        nope, queries = spec.head_dim - spec.rope_dim, spec.num_heads * spec.head_dim
-        if spec.q_lora_rank is None:
+        self.mla = mla
+        queries, values = spec.num_heads * mla.head_dim, spec.num_heads * mla.v_head_dim
+        if mla.q_lora_rank is None:
             self.q_proj = Weight(queries, inputs)
         else:
-            self.q_a_proj = Weight(spec.q_lora_rank, inputs)
-            self.q_a_layernorm = Weight(spec.q_lora_rank)
-            self.q_b_proj = Weight(queries, spec.q_lora_rank)
-        self.kv_a_proj_with_mqa = Weight(spec.kv_lora_rank + spec.rope_dim, inputs)
-        self.kv_a_layernorm = Weight(spec.kv_lora_rank)
-        self.kv_b_proj = Weight(spec.num_heads * (nope + spec.value_dim), spec.kv_lora_rank)
-        self.o_proj = Weight(spec.hidden_size, spec.num_heads * spec.value_dim)
+            self.q_a_proj = Weight(mla.q_lora_rank, inputs)
+            self.q_a_layernorm = Weight(mla.q_lora_rank)
+            self.q_b_proj = Weight(queries, mla.q_lora_rank)
+        self.kv_a_proj_with_mqa = Weight(mla.kv_lora_rank + mla.qk_rope_head_dim, inputs)
+        self.kv_a_layernorm = Weight(mla.kv_lora_rank)
+        self.kv_b_proj = Weight(spec.num_heads * mla.qk_nope_head_dim + values, mla.kv_lora_rank)
+        self.o_proj = Weight(spec.hidden_size, values)
 
 
 class Mlp(nn.Module):
@@ -65,8 +65,10 @@ class DecoderLayer(nn.Module):
     def __init__(self, spec: DrafterSpec, index: int) -> None:
         super().__init__()
         self.index = index
-        attention = LlamaAttention if spec.attention == "llama" else MlaAttention
-        self.self_attn = attention(spec, spec.hidden_size * (1 if index else 2))
+        inputs = spec.hidden_size * (1 if index else 2)
+        self.self_attn = (
+            MlaAttention(spec, spec.mla, inputs) if spec.mla else LlamaAttention(spec, inputs)
+        )
         self.mlp = Mlp(spec)
         self.input_layernorm = Weight(spec.hidden_size)
         if index == 0:

@@ -59,7 +59,7 @@ def project(
         return linear(attention.q_proj.weight, only_starts), linear(keys)
     latent = linear(attention.kv_a_proj_with_mqa.weight)
     key_value = _mla_key_value(spec, attention, latent, fp8)
-    if spec.q_lora_rank is None:
+    if attention.mla.q_lora_rank is None:
         return linear(attention.q_proj.weight, only_starts), key_value
     down = linear(attention.q_a_proj.weight, only_starts)
     up = StepLinear(attention.q_b_proj.weight, fp8=fp8)
@@ -70,15 +70,16 @@ def project(
 def _mla_key_value(
     spec: DrafterSpec, attention: MlaAttention, down: Projection, fp8: bool
 ) -> Projection:
-    norm, nope = attention.kv_a_layernorm.weight, spec.head_dim - spec.rope_dim
+    norm, mla = attention.kv_a_layernorm.weight, attention.mla
     up = StepLinear(attention.kv_b_proj.weight, fp8=fp8)
 
     def key_value(k: int, x: Tensor) -> Tensor:
-        latent, rotated = down(k, x).split([len(norm), spec.rope_dim], 1)
+        latent, rotated = down(k, x).split([mla.kv_lora_rank, mla.qk_rope_head_dim], 1)
         latent = rms_norm(latent.contiguous(), norm, spec.rms_norm_eps)
         heads = up(k, latent).unflatten(1, (spec.num_heads, -1))
         shared = rotated[:, None].expand(-1, spec.num_heads, -1)
-        key = torch.cat([heads[..., :nope], shared], -1)
-        return torch.cat([key.flatten(1), heads[..., nope:].flatten(1)], -1)
+        nope, value = heads.split([mla.qk_nope_head_dim, mla.v_head_dim], -1)
+        key = torch.cat([nope, shared], -1)
+        return torch.cat([key.flatten(1), value.flatten(1)], -1)
 
     return key_value

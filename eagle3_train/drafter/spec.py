@@ -1,4 +1,4 @@
-"""What a drafter is: its shape, its switches and its rotary embedding, as two frozen records.
+"""What a drafter is: its shape, its switches and its rotary embedding, as frozen records.
 
 A `DrafterSpec` holds numbers only; the weights are in `model.py`. It refuses impossible values on construction, a
 `RopeSpec` when it is read from a configuration.
@@ -6,8 +6,7 @@ A `DrafterSpec` holds numbers only; the weights are in `model.py`. It refuses im
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
@@ -62,8 +61,8 @@ class RopeSpec:
         if unknown:
             raise ValueError(f"unknown rope parameters {sorted(unknown)} for {rope_type!r}.")
         theta = float(given.get("rope_theta", 10000.0))
-        fields = {key: given[key] for key in known & given.keys()}
-        rope = cls(rope_type, theta, **fields)
+        named = {key: given[key] for key in known & given.keys()}
+        rope = cls(rope_type, theta, **named)
         if rope.theta <= 0 or rope.factor <= 0:
             raise ValueError(f"theta={rope.theta}, factor={rope.factor}: both must be positive.")
         return rope
@@ -71,17 +70,32 @@ class RopeSpec:
     def parameters(self) -> dict[str, Any]:
         """The same facts as a transformers-5 `rope_parameters` dict."""
         keys = _NEEDED[self.rope_type] + _OPTIONS.get(self.rope_type, ())
-        fields = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
-        return {"rope_type": self.rope_type, "rope_theta": self.theta, **fields}
+        named = {key: getattr(self, key) for key in keys if getattr(self, key) is not None}
+        return {"rope_type": self.rope_type, "rope_theta": self.theta, **named}
+
+
+@dataclass(frozen=True, slots=True)
+class MlaShape:
+    """Multi-head latent attention (DeepSeek, Kimi); q_lora_rank is None when queries are not compressed."""
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterSpec:
     """Shape and switches of an EAGLE-3 drafter. Sizes are counts of elements.
 
-    hidden_size is also the width of the captured states: drafter and target share the embedding.
-    attention "llama": grouped-query heads of `head_dim`. attention "mla": DeepSeek/Kimi latent attention
-    with the five MLA sizes; there `num_kv_heads` equals `num_heads` and `head_dim` is qk_nope + qk_rope.
+    hidden_size is also the width of the captured states: drafter and target share the embedding. Without `mla` attention
+    has grouped-query heads of `head_dim`; with it `num_kv_heads` equals `num_heads` and `head_dim` is `mla.head_dim`.
     """
 
     hidden_size: int
@@ -92,16 +106,11 @@ class DrafterSpec:
     vocab_size: int
     draft_vocab_size: int
     max_position_embeddings: int
-    attention: Literal["llama", "mla"] = "llama"
+    mla: MlaShape | None = None
     num_layers: int = 1
     num_aux: int = 3
     rms_norm_eps: float = 1e-5
     rope: RopeSpec = RopeSpec()
-    q_lora_rank: int | None = None
-    kv_lora_rank: int | None = None
-    qk_nope_head_dim: int | None = None
-    qk_rope_head_dim: int | None = None
-    v_head_dim: int | None = None
     norm_output: bool = False
     """Feed the normed output, not the residual stream, to the next step (EAGLE-3.1)."""
     fc_norm: bool = False
@@ -110,17 +119,19 @@ class DrafterSpec:
     """Normalise the concatenated auxiliary states before `fc` (Llama-style drafters only)."""
 
     def __post_init__(self) -> None:
-        ints = [field.name for field in dataclasses.fields(self) if field.type == "int"]
-        bad = {name: getattr(self, name) for name in ints if getattr(self, name) < 1}
-        if bad:
+        sizes = {f.name: getattr(self, f.name) for f in fields(self) if f.type == "int"}
+        sizes |= asdict(self.mla) if self.mla else {}
+        if bad := {name: size for name, size in sizes.items() if size is not None and size < 1}:
             raise ValueError(f"sizes must be at least 1, got {bad}.")
         if self.draft_vocab_size > self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size={self.draft_vocab_size} exceeds vocab_size={self.vocab_size}; "
                 "draft at most the target's vocabulary."
             )
-        if self.attention == "mla":
-            self._check_mla()
+        if self.mla is not None:
+            if self.norm_before_fc:
+                raise ValueError("norm_before_fc is not served for MLA drafters; use fc_norm.")
+            assert (self.num_kv_heads, self.head_dim) == (self.num_heads, self.mla.head_dim)
         elif self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}."
@@ -128,25 +139,20 @@ class DrafterSpec:
         if self.rope_dim % 2:
             raise ValueError(f"head_dim={self.rope_dim} must be even for RoPE.")
 
-    def _check_mla(self) -> None:
-        names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        missing = [name for name in names if not getattr(self, name)]
-        if missing:
-            raise ValueError(f"attention 'mla' needs {missing}; copy them from the target.")
-        if self.norm_before_fc:
-            raise ValueError("norm_before_fc is not served for MLA drafters; use fc_norm.")
-        assert self.num_kv_heads == self.num_heads
-        assert self.head_dim == (self.qk_nope_head_dim or 0) + self.rope_dim
+    @property
+    def attention(self) -> Literal["llama", "mla"]:
+        """The kind of attention, as the configuration names it."""
+        return "mla" if self.mla else "llama"
 
     @property
     def value_dim(self) -> int:
         """Width of one value head."""
-        return self.v_head_dim or self.head_dim
+        return self.mla.v_head_dim if self.mla else self.head_dim
 
     @property
     def rope_dim(self) -> int:
         """Rotated width of one head, which it ends with."""
-        return self.qk_rope_head_dim or self.head_dim
+        return self.mla.qk_rope_head_dim if self.mla else self.head_dim
 
     @property
     def full_vocab(self) -> bool:

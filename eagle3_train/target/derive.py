@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-
 from eagle3_train.config import DrafterConfig
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
 from eagle3_train.target.facts import TargetFacts, resolve_boundaries
@@ -21,7 +19,7 @@ def drafter_spec(facts: TargetFacts, config: DrafterConfig) -> DrafterSpec:
         )
     heads = config.num_heads or facts.num_heads
     if mla is not None:
-        kv_heads, head_dim = heads, mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        kv_heads, head_dim = heads, mla.head_dim
     else:
         kv_heads = config.num_kv_heads or min(facts.num_kv_heads, heads)
         # hidden / heads means nothing in an MLA target; its value width is a width kernels support.
@@ -35,12 +33,11 @@ def drafter_spec(facts: TargetFacts, config: DrafterConfig) -> DrafterSpec:
         vocab_size=facts.vocab_size,
         draft_vocab_size=config.draft_vocab_size or facts.vocab_size,
         max_position_embeddings=config.max_position_embeddings or facts.max_position_embeddings,
-        attention=config.attention,
+        mla=mla,
         num_layers=config.num_layers,
         num_aux=len(resolve_boundaries(config.aux_layers, facts.num_layers)) - 1,
         rms_norm_eps=facts.rms_norm_eps,
         rope=RopeSpec.from_parameters(facts.rope),
-        **(asdict(mla) if mla else {}),
         norm_output=config.norm_output,
         fc_norm=config.fc_norm,
         norm_before_fc=config.norm_before_fc,

@@ -17,6 +17,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 from eagle3_train.config import StateType
+from eagle3_train.drafter.spec import MlaShape
 from eagle3_train.rundir import reading
 
 Config = Mapping[str, Any]
@@ -58,17 +59,6 @@ _DENSE_WIDTHS = (
 
 
 @dataclass(frozen=True, slots=True)
-class MlaFacts:
-    """Multi-head latent attention; q_lora_rank is None when queries are not compressed."""
-
-    q_lora_rank: int | None
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-
-
-@dataclass(frozen=True, slots=True)
 class MoeFacts:
     """Mixture of experts: routed experts, how many a token visits, their width, always-on experts."""
 
@@ -104,7 +94,7 @@ class TargetFacts:
     rope: dict[str, Any]
     max_position_embeddings: int
     tie_word_embeddings: bool
-    mla: MlaFacts | None
+    mla: MlaShape | None
     moe: MoeFacts | None
     quantisation: str | None
     quantised_bits: float | None
@@ -295,12 +285,12 @@ def _rope(values: Config) -> dict[str, Any]:
     return rope
 
 
-def _mla(values: Config, directory: Path) -> MlaFacts | None:
+def _mla(values: Config, directory: Path) -> MlaShape | None:
     if not values.get("kv_lora_rank"):
         return None
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {name: _size(values, directory, name) for name in names}
-    return MlaFacts(q_lora_rank=values.get("q_lora_rank"), **sizes)
+    return MlaShape(q_lora_rank=values.get("q_lora_rank"), **sizes)
 
 
 def _moe(values: Config) -> MoeFacts | None:

@@ -1,6 +1,7 @@
 """Tiny drafters, targets and documents that the drafter tests share."""
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.drafter.rows import PackedBatch, plan_rows
-from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
+from eagle3_train.drafter.spec import DrafterSpec, MlaShape, RopeSpec
 from tests.unit.drafter_reference import Document
 
 VOCAB, HIDDEN = 48, 24
@@ -32,7 +33,6 @@ def llama_spec(**changes: object) -> DrafterSpec:
 
 def mla_spec(**changes: object) -> DrafterSpec:
     fields: dict[str, object] = {
-        "attention": "mla",
         "num_kv_heads": 4,
         "head_dim": 10,
         "q_lora_rank": 12,
@@ -49,7 +49,9 @@ def mla_spec(**changes: object) -> DrafterSpec:
             mscale_all_dim=0.7,
         ),
     }
-    return llama_spec(**{**fields, **changes})
+    fields |= changes
+    mla = MlaShape(**{f.name: fields.pop(f.name) for f in dataclasses.fields(MlaShape)})  # type: ignore[arg-type]
+    return llama_spec(**fields, mla=mla)
 
 
 def make_target(spec: DrafterSpec, seed: int = 0) -> FrozenTarget:

@@ -58,18 +58,19 @@ def heads(
         repeat = spec.num_heads // spec.num_kv_heads
         q, k = rotate(q, cos, sin, False), rotate(k, cos, sin, False)
         return q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1)
-    nope, eps = spec.head_dim - spec.rope_dim, spec.rms_norm_eps
-    if spec.q_lora_rank is None:
+    mla, eps = attn.mla, spec.rms_norm_eps
+    nope = mla.qk_nope_head_dim
+    if mla.q_lora_rank is None:
         q = F.linear(z, attn.q_proj.weight)
     else:
         low = rms(F.linear(z, attn.q_a_proj.weight), attn.q_a_layernorm.weight, eps)
         q = F.linear(low, attn.q_b_proj.weight)
     q = q.unflatten(1, (spec.num_heads, -1))
     latent, shared = F.linear(z, attn.kv_a_proj_with_mqa.weight).split(
-        [attn.kv_a_layernorm.weight.shape[0], spec.rope_dim], 1
+        [mla.kv_lora_rank, mla.qk_rope_head_dim], 1
     )
     kv = F.linear(rms(latent, attn.kv_a_layernorm.weight, eps), attn.kv_b_proj.weight)
-    k, v = kv.unflatten(1, (spec.num_heads, -1)).split([nope, spec.value_dim], -1)
+    k, v = kv.unflatten(1, (spec.num_heads, -1)).split([nope, mla.v_head_dim], -1)
     shared = rotate(shared[:, None], cos, sin, True).expand(-1, spec.num_heads, -1)
     q = torch.cat([q[..., :nope], rotate(q[..., nope:], cos, sin, True)], -1)
     return q, torch.cat([k, shared], -1), v

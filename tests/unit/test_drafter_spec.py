@@ -51,7 +51,6 @@ def test_rope_parameters_round_trip():
         ({"draft_vocab_size": 49}, "exceeds vocab_size"),
         ({"num_kv_heads": 3}, "not a multiple"),
         ({"head_dim": 7}, "must be even"),
-        ({"attention": "mla", "num_kv_heads": 4}, "copy them from the target"),
     ],
 )
 def test_an_impossible_spec_is_refused(changes, message):

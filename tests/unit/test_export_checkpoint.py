@@ -68,7 +68,7 @@ VARIANTS = [
     LLAMA_SPEC,
     MLA_SPEC,
     replace(LLAMA_SPEC, draft_vocab_size=64),
-    replace(MLA_SPEC, q_lora_rank=None),
+    mla_spec(**SIZES, **HEADS, **LATENT | {"q_lora_rank": None}, rope=YARN),
     replace(LLAMA_SPEC, num_layers=2, fc_norm=True, norm_before_fc=True, norm_output=True),
 ]
 

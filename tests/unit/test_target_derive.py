@@ -31,7 +31,8 @@ KIMI = {
 
 def test_a_mla_drafter_copies_the_latent_sizes(tmp_path):
     spec = drafter_spec(facts_from(KIMI, tmp_path), DrafterConfig(attention="mla"))
-    assert (spec.num_heads, spec.kv_lora_rank, spec.head_dim) == (64, 512, 192)
+    assert spec.mla is not None
+    assert (spec.num_heads, spec.mla.kv_lora_rank, spec.head_dim) == (64, 512, 192)
     assert (spec.rope.theta, spec.rope.factor) == (50000.0, 64.0)
     assert spec.max_position_embeddings == 262144
 
