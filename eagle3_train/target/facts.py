@@ -290,7 +290,7 @@ def _mla(values: Config, directory: Path) -> MlaShape | None:
         return None
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     sizes = {name: _size(values, directory, name) for name in names}
-    return MlaShape(q_lora_rank=values.get("q_lora_rank"), **sizes)
+    return MlaShape(q_lora_rank=_first(values, "q_lora_rank") or None, **sizes)
 
 
 def _moe(values: Config) -> MoeFacts | None:
