@@ -172,9 +172,9 @@ class _GatedDown(Function):
 class GatedDown:
     """The second half of the MLP at every step. Overwrites gate and up with their gradients in backward."""
 
-    def __init__(self, weight: Tensor, counts: Sequence[int], fp8: bool) -> None:
-        self.linear = StepLinear(weight, Stack(counts, len(weight), weight), fp8)
-        self.product = Stack(counts, weight.shape[1], weight)
+    def __init__(self, linear: StepLinear, counts: Sequence[int]) -> None:
+        self.linear = linear
+        self.product = Stack(counts, linear.weight.shape[1], linear.weight)
         """silu(gate) * up of all steps, made in backward."""
 
     def __call__(

@@ -76,7 +76,7 @@ class LayerPass:
 
         self.out = linear(layer.self_attn.o_proj.weight)
         self.gate, self.up = linear(layer.mlp.gate_proj.weight), linear(layer.mlp.up_proj.weight)
-        self.down = GatedDown(layer.mlp.down_proj.weight, queries, fp8)
+        self.down = GatedDown(linear(layer.mlp.down_proj.weight), queries)
         self.norm, self.eps = layer.post_attention_layernorm.weight, spec.rms_norm_eps
         self.normed = Stack(queries, spec.hidden_size, like)
 
