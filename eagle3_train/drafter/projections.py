@@ -49,19 +49,19 @@ def project(
     fp8: bool,
 ) -> tuple[Projection, Projection]:
     """Query heads, and key heads followed by value heads, before RoPE, of one layer for one pass."""
-    only_starts = spec.num_layers == 1  # deeper drafters query every context row at step 0
+    of_starts = spec.num_layers == 1  # deeper drafters query every context row at step 0
 
     def linear(weight: Tensor, only_starts: bool = False) -> Projection:
         return _input_linear(weight, rows, embedded, only_starts, fp8)
 
     if isinstance(attention, LlamaAttention):
         keys = torch.cat([attention.k_proj.weight, attention.v_proj.weight])
-        return linear(attention.q_proj.weight, only_starts), linear(keys)
+        return linear(attention.q_proj.weight, of_starts), linear(keys)
     latent = linear(attention.kv_a_proj_with_mqa.weight)
     key_value = _mla_key_value(spec, attention, latent, fp8)
     if attention.mla.q_lora_rank is None:
-        return linear(attention.q_proj.weight, only_starts), key_value
-    down = linear(attention.q_a_proj.weight, only_starts)
+        return linear(attention.q_proj.weight, of_starts), key_value
+    down = linear(attention.q_a_proj.weight, of_starts)
     up = StepLinear(attention.q_b_proj.weight, fp8=fp8)
     norm = attention.q_a_layernorm.weight
     return lambda k, x: up(k, rms_norm(down(k, x), norm, spec.rms_norm_eps)), key_value

@@ -61,6 +61,8 @@ def test_an_impossible_spec_is_refused(changes, message):
 def test_an_mla_spec_must_be_served_as_vllm_serves_it():
     with pytest.raises(ValueError, match="norm_before_fc"):
         mla_spec(norm_before_fc=True)
+    with pytest.raises(ValueError, match=r"at least 1, got .'v_head_dim': 0"):
+        mla_spec(v_head_dim=0)
 
 
 @pytest.mark.parametrize(

@@ -519,6 +519,7 @@ def test_a_pickled_checkpoint_is_not_opened(tmp_path: Path) -> None:
         (edit_tensors(lambda t: (t.pop("d2t"), t.pop("t2d"))), "without d2t or t2d"),
         (edit_config(lambda c: c.update(hidden_act="gelu")), "hidden_act is gelu"),
         (edit_config(lambda c: c.pop("hidden_size")), "names no 'hidden_size'"),
+        (edit_config(lambda c: c.update(kv_lora_rank=8)), "names no 'qk_nope_head_dim'"),
     ],
 )
 def test_a_foreign_architecture_is_refused_by_name(
