@@ -25,7 +25,7 @@ from eagle3_train.stream.plan import PlanShape, Window, plan_run
 from eagle3_train.training import checkpoint
 from eagle3_train.training.clock import StepClock
 from eagle3_train.training.feed import FeedShape
-from eagle3_train.training.initial import frozen_target, load_initial, spec_of
+from eagle3_train.training.initial import load_initial, spec_of
 from eagle3_train.training.optim import AdamW
 from eagle3_train.training.shard import shard
 
@@ -89,7 +89,7 @@ class TrainState:
         if device.type == "cpu":
             torch.set_num_threads(max(1, int(config.train.cpus_per_worker)))
         drafter = Eagle3Drafter(spec_of(config), fp8=config.train.fp8)
-        load_initial(config, drafter)
+        frozen = load_initial(config, drafter, dtype)
         drafter.to(device, dtype if ranks == 1 else torch.float32)  # FSDP2 casts float32 shards
         shard(drafter, ranks, device, dtype)
         return cls(
@@ -99,7 +99,7 @@ class TrainState:
             device=device,
             dtype=dtype,
             drafter=drafter,
-            frozen=frozen_target(config, dtype).to(device, dtype),
+            frozen=frozen.to(device, dtype),
             optimizer=AdamW(
                 drafter.parameters(),
                 lr=config.train.lr,
