@@ -29,6 +29,7 @@ ROLES = {
     "tool": "tool",
 }
 KEYS = ("messages", "conversations")
+UNDERSTOOD = "messages, conversations, turns; input_ids + loss_mask"
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -79,18 +80,19 @@ class Conversation:
         return replace(self, messages=messages, followups=self.followups[1:])
 
 
-def parse_row(row: dict[str, Any], config: CorpusConfig) -> Conversation | Sample:
+def parse_row(row: dict[str, Any], config: CorpusConfig, vocab_size: int) -> Conversation | Sample:
     """Normalise one row; an assistant turn of `weight` 0 is context. Raises Unusable.
 
-    A row that was tokenised elsewhere is a Sample already; its mask is all False when it came with none.
+    A row that was tokenised elsewhere, with ids below vocab_size, is a Sample already; its mask is all False when
+    it came with none.
     """
     domain = str(row.get("domain") or row.get("category") or "general")
     if row.get("input_ids") is not None:
-        return _token_row(row, domain)
+        return _token_row(row, domain, vocab_size)
     if media := next((key for key in MEDIA if row.get(key)), None):
         raise Unusable("multimodal", f"column {media}: text only is supported")
     followups: tuple[str, ...] = ()
-    if row.get("turns") and not any(key in row for key in KEYS):
+    if row.get("turns") and not any(map(row.get, KEYS)):
         if not isinstance(row["turns"], list) or not all(isinstance(t, str) for t in row["turns"]):
             raise Unusable("malformed_turn", "turns must be a list of strings")
         messages = [{"role": "user", "content": row["turns"][0]}]
@@ -100,8 +102,6 @@ def parse_row(row: dict[str, Any], config: CorpusConfig) -> Conversation | Sampl
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages = [{"role": "system", "content": row["system"]}, *messages]
     messages, fixes = _arrange(messages, config)
-    if "conversations" in row:
-        fixes.append("sharegpt")
     conversation = Conversation(
         messages,
         _tools(row.get("tools")),
@@ -139,12 +139,12 @@ def cut_for_answer(conversation: Conversation, history: str) -> Conversation:
     return replace(conversation, messages=messages, followups=followups)
 
 
-def _token_row(row: dict[str, Any], domain: str) -> Sample:
+def _token_row(row: dict[str, Any], domain: str, vocab_size: int) -> Sample:
     ids, given = row["input_ids"], row.get("loss_mask")
     if not isinstance(ids, list) or not ids or not all(type(id) is int for id in ids):
         raise Unusable("malformed_ids", "input_ids must be a non-empty list of integers")
-    if min(ids) < 0 or max(ids) >= 2**31:
-        raise Unusable("id_out_of_range", f"ids run from {min(ids)} to {max(ids)}")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise Unusable("id_out_of_range", f"{min(ids)} to {max(ids)}, vocabulary {vocab_size}")
     mask = [0] * len(ids) if given is None else given
     if not isinstance(mask, list) or not all(flag in (0, 1) for flag in mask):
         raise Unusable("malformed_mask", "loss_mask must be a list of 0 and 1")
@@ -157,12 +157,11 @@ def _token_row(row: dict[str, Any], domain: str) -> Sample:
 
 def _messages(row: dict[str, Any], roles: dict[str, str]) -> list[Message]:
     """The turns under `messages` or `conversations`; both may be there only if they agree."""
-    found = {key: _decoded(row[key], "conversation") for key in KEYS if key in row}
-    if not found:
-        raise Unusable("no_conversation", f"columns {', '.join(list(row)[:10])}")
+    found = {key: _decoded(row.get(key), "conversation") for key in KEYS}
     given = {key: turns for key, turns in found.items() if turns is not None}
     if not given:
-        raise Unusable("null_conversation", " and ".join(found))
+        columns = ", ".join(sorted(key for key in row if row[key] is not None)[:40])
+        raise Unusable("no_conversation", f"columns found: {columns}; understood: {UNDERSTOOD}")
     parsed: list[list[Message]] = []
     for key, turns in given.items():
         if not isinstance(turns, list):
@@ -268,8 +267,6 @@ def _arrange(messages: list[Message], config: CorpusConfig) -> tuple[list[Messag
     rest = list(itertools.dropwhile(lambda m: m["role"] == "system", messages))
     system = messages[: len(messages) - len(rest)]
     if len(system) > 1:
-        if config.several_system_turns == "skip_row":
-            raise Unusable("several_system_turns", f"{len(system)} system turns")
         merged = "\n\n".join(message["content"] for message in system)
         system = [{"role": "system", "content": merged}]
         fixes.append("merged_system_turns")

@@ -34,7 +34,7 @@ def load_prompts(
 
     Raises CorpusError for unreadable sources, no usable row, or a yield below config.min_yield.
     """
-    return _load(config, quarantine, lambda row, _: [_prompt(row, renderer, config)])
+    return _load(config, renderer, quarantine, lambda row, _: [_prompt(row, renderer, config)])
 
 
 def load_given(
@@ -44,18 +44,20 @@ def load_given(
 
     Raises CorpusError as load_prompts does.
     """
-    return _load(config, quarantine, lambda row, account: _samples(row, renderer, config, account))
+    return _load(
+        config, renderer, quarantine, lambda row, made: _samples(row, renderer, config, made)
+    )
 
 
 def _load(
     config: CorpusConfig,
+    renderer: Renderer,
     quarantine: Path | None,
     convert: Callable[[Conversation | Sample, Accounting], list[Item]],
 ) -> tuple[list[Item], Accounting]:
     """Read, convert and account for every row; one bad row never stops the others."""
     items: list[Item] = []
     seen: Counter[str] = Counter()
-    given_ids: dict[str, str] = {}
     logged = time.monotonic()
     if quarantine is not None:
         quarantine.parent.mkdir(parents=True, exist_ok=True)
@@ -68,21 +70,18 @@ def _load(
             try:
                 if isinstance(row.fields, Unusable):
                     raise row.fields
-                accounting.columns.update(row.fields)
-                parsed = parse_row(row.fields, config)
-                found = convert(parsed, accounting)
-                fresh = _with_unique_ids(found, seen, config.deduplicate)
+                parsed = parse_row(row.fields, config, renderer.vocab_size)
+                found = _with_unique_ids(convert(parsed, accounting), seen, config.deduplicate)
             except Unusable as problem:
                 accounting.drop(row.where, problem)
                 if accounting.rows_in == HOPELESS_ROWS and not accounting.kept:
                     break
                 continue
-            _note_reused_id(row.fields.get("id"), found[0].id, given_ids, accounting)
             if isinstance(parsed, Conversation):
                 accounting.fixed.update(parsed.fixes)
-            accounting.keep(fresh)
-            items.extend(fresh)
-            if config.limit is not None and accounting.kept >= config.limit:
+            accounting.keep(found)
+            items.extend(found)
+            if accounting.kept == config.limit:
                 break
     log.info("%s", accounting.summary())
     accounting.check(config.min_yield, config.sources)
@@ -99,21 +98,8 @@ def _with_unique_ids(items: list[Item], seen: Counter[str], deduplicate: bool) -
     return [replace(item, id=f"{item.id}-d{copy}") for item in items] if copy else items
 
 
-def _note_reused_id(
-    given: object, id: str, given_ids: dict[str, str], accounting: Accounting
-) -> None:
-    """Count rows whose own id names other content too; ours are content hashes, so none is lost."""
-    if given is not None and given_ids.setdefault(repr(given), id) != id:
-        if not accounting.fixed["reused_id"]:
-            log.warning(
-                "id %r names different conversations; content hashes are used instead", given
-            )
-        accounting.fixed["reused_id"] += 1
-
-
 def _prompt(row: Conversation | Sample, renderer: Renderer, config: CorpusConfig) -> Prompt:
     if isinstance(row, Sample):
-        _check_range(row, renderer)
         ids, id, messages_json = row.input_ids[: row.prompt_tokens], row.id, "null"
     else:
         conversation = cut_for_answer(row, config.history)
@@ -130,7 +116,6 @@ def _samples(
     row: Conversation | Sample, renderer: Renderer, config: CorpusConfig, accounting: Accounting
 ) -> list[Sample]:
     if isinstance(row, Sample):
-        _check_range(row, renderer)
         rows = [(row.input_ids.tolist(), row.loss_mask.tolist())]
     else:
         rows = renderer.answered_rows(row, config.supervise_inserted_think)
@@ -153,9 +138,3 @@ def _samples(
     if len(rows) > 1:
         accounting.fixed["one_row_per_turn"] += 1
     return samples
-
-
-def _check_range(row: Sample, renderer: Renderer) -> None:
-    if int(row.input_ids.max()) >= renderer.vocab_size:
-        highest = int(row.input_ids.max())
-        raise Unusable("id_out_of_range", f"id {highest}, vocabulary {renderer.vocab_size}")
