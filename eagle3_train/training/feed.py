@@ -70,9 +70,8 @@ def feed(
             ready.put(error)
 
     threading.Thread(target=work, name="feed", daemon=True).start()
-    held: list[FedPack] = []
     pace = stage.passed()
-    while _receive(ready, held):
+    while held := _receive(ready):
         ahead.release()
         yield held.pop()  # not kept here: the step frees it
         # The host stays one pack ahead of the device: further ahead, batches would pile up in its memory.
@@ -81,18 +80,17 @@ def feed(
             before.synchronize()
 
 
-def _receive(ready: queue.SimpleQueue[Any], held: list[FedPack]) -> bool:
-    """Wait for the next pack and append it to `held`; False at the end."""
+def _receive(ready: queue.SimpleQueue[Any]) -> list[FedPack]:
+    """Wait for the next pack; in a list, so that whoever pops it holds the only reference. Empty at the end."""
     item = ready.get()
     if item is None:
-        return False
+        return []
     if isinstance(item, BaseException):
         raise item
     fed, event = item
     if event is not None:
         _hand_over(fed.batch, event)
-    held.append(fed)
-    return True
+    return [fed]
 
 
 def _hand_over(batch: PackedBatch, event: Any) -> None:

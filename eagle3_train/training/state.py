@@ -12,6 +12,7 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray.train.collective import broadcast_from_rank_zero
 from torch import Tensor
 
 from eagle3_train.config import JobConfig
@@ -162,10 +163,7 @@ class TrainState:
 
     def agree(self, decide: Callable[[], int]) -> int:
         """One number for all ranks, decided by rank 0."""
-        number = torch.tensor([decide() if self.rank == 0 else 0], dtype=torch.int64)
-        number = number.to(self.device)
-        dist.broadcast(number, src=0)
-        return int(number.item())
+        return int(broadcast_from_rank_zero(decide() if self.rank == 0 else 0))
 
     def longest(self, seconds: float) -> float:
         """Largest value over the ranks: one rank that waits for data makes all of them wait."""
