@@ -38,7 +38,7 @@ class Accounting:
     supervised tokens of the kept rows.
     """
 
-    quarantine: TextIO | None = None
+    quarantine: TextIO
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     fixed: Counter[str] = field(default_factory=Counter)
@@ -55,9 +55,8 @@ class Accounting:
         self.dropped[problem.reason] += 1
         detail = problem.detail.encode("utf-8", "backslashreplace").decode()[:300]
         self.examples.setdefault(problem.reason, f"{where}: {detail}")
-        if self.quarantine is not None:
-            record = {"where": where, "reason": problem.reason, "detail": detail}
-            self.quarantine.write(json.dumps(record, ensure_ascii=False) + "\n")
+        record = {"where": where, "reason": problem.reason, "detail": detail}
+        self.quarantine.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def keep(self, items: Sequence[Prompt | Sample]) -> None:
         """Count one row in, which became `items`."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -24,11 +24,12 @@ log = logging.getLogger(__name__)
 
 LOG_EVERY_S = 30.0
 HOPELESS_ROWS = 1000
+NOWHERE = Path(os.devnull)
 Item = TypeVar("Item", Prompt, Sample)
 
 
 def load_prompts(
-    config: CorpusConfig, renderer: Renderer, quarantine: Path | None = None
+    config: CorpusConfig, renderer: Renderer, quarantine: Path = NOWHERE
 ) -> tuple[list[Prompt], Accounting]:
     """Conversations cut before the answer that the target shall write, in source order; all rows accounted for.
 
@@ -38,7 +39,7 @@ def load_prompts(
 
 
 def load_given(
-    config: CorpusConfig, renderer: Renderer, quarantine: Path | None = None
+    config: CorpusConfig, renderer: Renderer, quarantine: Path = NOWHERE
 ) -> tuple[list[Sample], Accounting]:
     """Answered conversations and pre-tokenised rows, off-policy, in source order; all rows accounted for.
 
@@ -52,16 +53,15 @@ def load_given(
 def _load(
     config: CorpusConfig,
     renderer: Renderer,
-    quarantine: Path | None,
+    quarantine: Path,
     convert: Callable[[Conversation | Sample, Accounting], list[Item]],
 ) -> tuple[list[Item], Accounting]:
     """Read, convert and account for every row; one bad row never stops the others."""
     items: list[Item] = []
     seen: Counter[str] = Counter()
     logged = time.monotonic()
-    if quarantine is not None:
-        quarantine.parent.mkdir(parents=True, exist_ok=True)
-    with quarantine.open("w", encoding="utf-8") if quarantine else nullcontext() as file:
+    quarantine.parent.mkdir(parents=True, exist_ok=True)
+    with quarantine.open("w", encoding="utf-8") as file:
         accounting = Accounting(file)
         for row in read_rows(config.sources):
             if time.monotonic() - logged > LOG_EVERY_S:

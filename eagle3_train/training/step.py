@@ -140,13 +140,12 @@ class Evaluation:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._served = state.config.evaluate.num_speculative_tokens
-        self._steps = state.walked_steps
         self._start()
 
     def _start(self) -> None:
-        self._tally = Tally(self._steps, self._state.device)
-        self._walked = np.zeros((2, self._steps), dtype=np.int64)  # rounds, accepted for k = 1..
+        steps = self._state.walked_steps
+        self._tally = Tally(steps, self._state.device)
+        self._walked = np.zeros((2, steps), dtype=np.int64)  # rounds, accepted for k = 1..
 
     def add(self, window: Window, packs: Iterator[FedPack]) -> dict[str, Any]:
         """Walk one window's packs; metrics after the window that closes the evaluation, else empty."""
@@ -170,9 +169,10 @@ class Evaluation:
         rounds, accepted = walked.cpu().numpy()
         lengths = 1.0 + accepted / np.maximum(rounds, 1)
         self._start()
-        self._state.evaluations.add(float(lengths[self._served - 1]))
+        served = float(lengths[self._state.config.evaluate.num_speculative_tokens - 1])
+        self._state.evaluations.add(served)
         return {
-            "eval/expected_acceptance_length": float(lengths[self._served - 1]),
+            "eval/expected_acceptance_length": served,
             "eval/expected_by_k": lengths.tolist(),
             "eval/loss": loss,
             "eval/step_accuracy": accuracy,

@@ -13,7 +13,7 @@ from corpus_tokenizer import SHARED, renderer
 
 from eagle3_train.config import CorpusConfig
 from eagle3_train.corpus.account import Accounting, CorpusError
-from eagle3_train.corpus.load import load_given, load_prompts
+from eagle3_train.corpus.load import NOWHERE, load_given, load_prompts
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.records import Sample
 
@@ -203,7 +203,7 @@ def source(case: str, where: str, folder: Path) -> str:
 
 
 def given(
-    path: str, quarantine: Path | None = None, made: Renderer = RENDERER, **options: Any
+    path: str, quarantine: Path = NOWHERE, made: Renderer = RENDERER, **options: Any
 ) -> tuple[list[Sample], Accounting]:
     config = CorpusConfig(sources=(path,), max_len=MAX_LEN, min_yield=0, **options)
     return load_given(config, made, quarantine)
