@@ -29,10 +29,6 @@ class NonFiniteLossError(RuntimeError):
     """The loss or a gradient is not finite; such a step updates nothing, and what came of it is not saved."""
 
 
-class TooManyBadSamplesError(RuntimeError):
-    """More captured samples were unusable than train.max_bad_samples allows."""
-
-
 def train_step(
     state: TrainState, window: Window, packs: Iterator[FedPack], replay: int
 ) -> dict[str, Any]:
@@ -120,7 +116,7 @@ class Tally:
 
 
 def _next_batch(state: TrainState, packs: Iterator[FedPack]) -> PackedBatch:
-    """The rank's next pack. Unusable samples are logged and counted; too many of them stop the run."""
+    """The rank's next pack. Unusable samples are logged and counted; too many of them raise ValueError."""
     fed = next(packs)
     for index, reason in fed.bad.items():
         epoch, row = fed.pack.entries[index]
@@ -128,7 +124,7 @@ def _next_batch(state: TrainState, packs: Iterator[FedPack]) -> PackedBatch:
     state.bad_samples += len(fed.bad)
     allowed = state.config.train.max_bad_samples * state.config.train.epochs * len(state.train)
     if state.bad_samples > max(allowed, 1):
-        raise TooManyBadSamplesError(
+        raise ValueError(
             f"{state.bad_samples} captured samples were unusable, more than train.max_bad_samples="
             f"{state.config.train.max_bad_samples} allows; run the live preflight on this target"
         )
