@@ -150,9 +150,6 @@ def facts(samples: list[Sample], accounting: Accounting | None) -> list[tuple[st
         rows.append(("rows", f"{accounting.rows_in} = {accounting.kept} kept + {dropped} dropped"))
         for reason, count in accounting.dropped.most_common():
             rows.append((f"dropped {reason}", f"{count}, e.g. {accounting.examples[reason]}"))
-        rows += [
-            (f"normalised {name}", str(count)) for name, count in accounting.fixed.most_common()
-        ]
     return rows
 
 

@@ -33,15 +33,13 @@ class Unusable(Exception):
 class Accounting:
     """Counts of one read. Every row ends in `keep` or `drop`, once.
 
-    quarantine: gets one JSON line per dropped row. fixed: rows normalised, by what was done. examples: the first
-    row dropped for each reason. domains: per domain the samples (a row can give one per turn), tokens and
-    supervised tokens of the kept rows.
+    quarantine: gets one JSON line per dropped row. examples: the first row dropped for each reason. domains: per
+    domain the samples (a row can give one per turn), tokens, supervised tokens and cut samples of the kept rows.
     """
 
     quarantine: TextIO
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    fixed: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     domains: dict[str, Counter[str]] = field(default_factory=dict)
 
@@ -63,8 +61,10 @@ class Accounting:
         self.kept += 1
         counts = self.domains.setdefault(items[0].domain, Counter())
         for item in items:
-            supervised = int(item.loss_mask.sum()) if isinstance(item, Sample) else 0
-            counts.update(samples=1, tokens=len(item.input_ids), supervised=supervised)
+            counts.update(samples=1, tokens=len(item.input_ids))
+            if isinstance(item, Sample):
+                cut = int(item.finish_reason == "length")
+                counts.update(supervised=int(item.loss_mask.sum()), cut=cut)
 
     def check(self, min_yield: float, sources: tuple[str, ...]) -> None:
         """Raise CorpusError when nothing, or less than `min_yield`, of the rows is usable; duplicates are."""
@@ -89,7 +89,6 @@ class Accounting:
             "rows_kept": self.kept,
             "samples": self._totals()["samples"],
             "dropped": dict(self.dropped.most_common()),
-            "fixed": dict(self.fixed.most_common()),
             "examples": self.examples,
             "domains": {name: dict(counts) for name, counts in sorted(self.domains.items())},
         }
@@ -102,7 +101,7 @@ class Accounting:
         return (
             f"rows {self.rows_in} = kept {self.kept} + dropped {self.dropped.total()}"
             f" ({reasons or 'none'}) | samples {totals['samples']} | tokens {totals['tokens']}"
-            f" | supervised {totals['supervised']}"
+            f" | supervised {totals['supervised']} | cut {totals['cut']}"
         )
 
     def _totals(self) -> Counter[str]:

@@ -40,7 +40,7 @@ class Conversation:
     """OpenAI messages with their tools.
 
     followups: user turns to ask after the target has answered `messages`. cut: the last answer ended
-    at a token limit, so no stop token belongs to it. fixes: what normalising changed.
+    at a token limit, so no stop token belongs to it.
     """
 
     messages: list[Message]
@@ -48,7 +48,6 @@ class Conversation:
     domain: str = "general"
     followups: tuple[str, ...] = ()
     cut: bool = False
-    fixes: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -67,7 +66,7 @@ class Conversation:
 
     @staticmethod
     def from_json(text: str) -> Conversation:
-        """The conversation that `to_json` wrote (domain and fixes aside)."""
+        """The conversation that `to_json` wrote (domain aside)."""
         content = json.loads(text)
         return Conversation(
             content["messages"], content["tools"], followups=tuple(content["followups"])
@@ -101,15 +100,9 @@ def parse_row(row: dict[str, Any], config: CorpusConfig, vocab_size: int) -> Con
         messages = _messages(row, ROLES | config.roles)
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages = [{"role": "system", "content": row["system"]}, *messages]
-    messages, fixes = _arrange(messages, config)
-    conversation = Conversation(
-        messages,
-        _tools(row.get("tools")),
-        domain,
-        followups,
-        cut=row.get("finish_reason") == "length",
-        fixes=tuple(fixes),
-    )
+    messages, tools = _arrange(messages, config), _tools(row.get("tools"))
+    cut = row.get("finish_reason") == "length"
+    conversation = Conversation(messages, tools, domain, followups, cut)
     try:
         (conversation.to_json() + domain).encode()
     except UnicodeEncodeError as error:
@@ -261,24 +254,20 @@ def _decoded(value: Any, what: str) -> Any:
         raise Unusable(f"bad_{what}", f"not JSON: {error}") from error
 
 
-def _arrange(messages: list[Message], config: CorpusConfig) -> tuple[list[Message], list[str]]:
+def _arrange(messages: list[Message], config: CorpusConfig) -> list[Message]:
     """Apply the rules for system turns and for a leading assistant turn."""
-    fixes: list[str] = []
     rest = list(itertools.dropwhile(lambda m: m["role"] == "system", messages))
     system = messages[: len(messages) - len(rest)]
     if len(system) > 1:
         merged = "\n\n".join(message["content"] for message in system)
         system = [{"role": "system", "content": merged}]
-        fixes.append("merged_system_turns")
     if not system and config.system_prompt is not None:
         system = [{"role": "system", "content": config.system_prompt}]
-        fixes.append("added_system_prompt")
     while rest and rest[0]["role"] == "assistant":
         if config.leading_assistant == "skip_row":
             raise Unusable("leading_assistant", "set corpus.leading_assistant=drop_turn to use it")
         rest = rest[1:]
-        fixes.append("dropped_leading_assistant")
-    return [*system, *rest], fixes
+    return [*system, *rest]
 
 
 def _digest(value: Any) -> str:

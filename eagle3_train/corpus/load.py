@@ -35,7 +35,7 @@ def load_prompts(
 
     Raises CorpusError for unreadable sources, no usable row, or a yield below config.min_yield.
     """
-    return _load(config, renderer, quarantine, lambda row, _: [_prompt(row, renderer, config)])
+    return _load(config, renderer, quarantine, lambda row: [_prompt(row, renderer, config)])
 
 
 def load_given(
@@ -45,16 +45,14 @@ def load_given(
 
     Raises CorpusError as load_prompts does.
     """
-    return _load(
-        config, renderer, quarantine, lambda row, made: _samples(row, renderer, config, made)
-    )
+    return _load(config, renderer, quarantine, lambda row: _samples(row, renderer, config))
 
 
 def _load(
     config: CorpusConfig,
     renderer: Renderer,
     quarantine: Path,
-    convert: Callable[[Conversation | Sample, Accounting], list[Item]],
+    convert: Callable[[Conversation | Sample], list[Item]],
 ) -> tuple[list[Item], Accounting]:
     """Read, convert and account for every row; one bad row never stops the others."""
     items: list[Item] = []
@@ -71,14 +69,12 @@ def _load(
                 if isinstance(row.fields, Unusable):
                     raise row.fields
                 parsed = parse_row(row.fields, config, renderer.vocab_size)
-                found = _with_unique_ids(convert(parsed, accounting), seen, config.deduplicate)
+                found = _with_unique_ids(convert(parsed), seen, config.deduplicate)
             except Unusable as problem:
                 accounting.drop(row.where, problem)
                 if accounting.rows_in == HOPELESS_ROWS and not accounting.kept:
                     break
                 continue
-            if isinstance(parsed, Conversation):
-                accounting.fixed.update(parsed.fixes)
             accounting.keep(found)
             items.extend(found)
             if accounting.kept == config.limit:
@@ -112,29 +108,22 @@ def _prompt(row: Conversation | Sample, renderer: Renderer, config: CorpusConfig
     return Prompt(id, row.domain, ids.astype(np.int32), messages_json)
 
 
-def _samples(
-    row: Conversation | Sample, renderer: Renderer, config: CorpusConfig, accounting: Accounting
-) -> list[Sample]:
+def _samples(row: Conversation | Sample, renderer: Renderer, config: CorpusConfig) -> list[Sample]:
     if isinstance(row, Sample):
         rows = [(row.input_ids.tolist(), row.loss_mask.tolist())]
     else:
         rows = renderer.answered_rows(row, config.supervise_inserted_think)
     samples = []
-    truncated = False
     for turn, (ids, flags) in enumerate(rows):
         id = f"{row.id}-t{turn}" if len(rows) > 1 else row.id
         mask = np.array(flags[: config.max_len], dtype=np.bool_)
         mask[0] = False  # nothing precedes the first token: no state to draft it from
-        truncated |= any(flags[config.max_len :])
+        ended = "length" if any(flags[config.max_len :]) else "given"
         # A draft step needs two supervised tokens in a row: one to start from, one to predict.
         if (mask[1:] & mask[:-1]).any():
             end = int(np.flatnonzero(mask)[-1]) + 1
             kept_ids = np.array(ids[:end], dtype=np.int32)
-            samples.append(Sample(id, row.domain, kept_ids, mask[:end]))
+            samples.append(Sample(id, row.domain, kept_ids, mask[:end], ended))
     if not samples:
         raise Unusable("nothing_supervised", f"no answer within max_len={config.max_len}")
-    if truncated:
-        accounting.fixed["truncated"] += 1
-    if len(rows) > 1:
-        accounting.fixed["one_row_per_turn"] += 1
     return samples

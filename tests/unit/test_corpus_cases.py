@@ -259,7 +259,6 @@ def test_a_leading_assistant_turn_can_be_dropped(tmp_path: Path) -> None:
     path = source("04", "own", tmp_path)
     samples, account = given(path, leading_assistant="drop_turn")
     assert account.kept == 2
-    assert account.fixed["dropped_leading_assistant"] == 1
     text = RENDERER.tokenizer.decode(samples[0].input_ids.tolist())
     assert "Ahoy" not in text
 
@@ -278,8 +277,7 @@ def test_system_prompts_are_the_datas_own_and_several_merge(tmp_path: Path) -> N
     assert "system\nA\n\nB" in texts[0]
     assert "harbour office" in texts[2]
     assert "harbour office" not in texts[1]
-    samples, added = given(path, system_prompt="Be calm.")
-    assert added.fixed["added_system_prompt"] == 1
+    samples, _ = given(path, system_prompt="Be calm.")
     assert "Be calm." in decode(samples[2].input_ids.tolist())
 
 
@@ -293,11 +291,12 @@ def test_duplicates_can_be_kept_under_ids_of_their_own(tmp_path: Path) -> None:
 def test_a_sample_of_exactly_max_len_is_whole(tmp_path: Path) -> None:
     path = source("22", "own", tmp_path)
     whole = given(path)[0][0]
-    for max_len, length in ((len(whole.input_ids), 0), (len(whole.input_ids) - 1, 1)):
+    for max_len, cut in ((len(whole.input_ids), 0), (len(whole.input_ids) - 1, 1)):
         config = CorpusConfig(sources=(path,), max_len=max_len)
         samples, account = load_given(config, RENDERER)
         assert len(samples[0].input_ids) == max_len
-        assert account.fixed["truncated"] == length
+        assert account.domains["general"]["cut"] == cut
+        assert samples[0].finish_reason == ("length" if cut else "given")
 
 
 def test_rows_marked_as_cut_at_the_token_limit_teach_no_stop(tmp_path: Path) -> None:
