@@ -24,7 +24,7 @@ from eagle3_train.records import Sample
 from eagle3_train.rundir import RunDir, reading, write_atomic
 from eagle3_train.runlog import log
 from eagle3_train.target.derive import drafter_spec
-from eagle3_train.target.facts import read_facts
+from eagle3_train.target.facts import locate, read_facts
 from eagle3_train.target.weights import read_frozen
 
 
@@ -36,7 +36,7 @@ def spec_of(config: JobConfig) -> DrafterSpec:
 def renderer_of(config: JobConfig) -> Renderer:
     """Tokenizer and chat template of this job."""
     return Renderer.load(
-        config.target.tokenizer or config.target.path,
+        config.target.tokenizer or str(locate(config.target.path)),
         config.target.trust_remote_code,
         config.corpus.template_kwargs,
     )

@@ -236,7 +236,7 @@ def test_a_target_of_the_hub_is_named_by_its_id_and_not_by_its_cache(
     snapshot.parent.mkdir()
     snapshot.symlink_to(target)
     monkeypatch.setattr(facts, "try_to_load_from_cache", lambda *_: str(snapshot / "config.json"))
-    hub = config.target.model_copy(update={"path": "someone/tiny", "tokenizer": str(target)})
+    hub = config.target.model_copy(update={"path": "someone/tiny"})
     directory = export.run(config.model_copy(update={"target": hub}))
     assert "vllm serve someone/tiny" in (directory / "README.md").read_text()
 
