@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from eagle3_train.config import DrafterConfig
 from eagle3_train.corpus.table import read_samples
-from eagle3_train.corpus.vocab import DraftVocab
+from eagle3_train.corpus.vocab import most_supervised
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.losses import LossOptions
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
@@ -60,14 +60,14 @@ def capture(options: argparse.Namespace) -> dict[str, Any]:
         mask = torch.tensor(sample.loss_mask)
         documents.append({"ids": ids, "mask": mask} | states)
     model = model.cpu()
-    vocab = DraftVocab.build(samples, options.draft_vocab, model.config.vocab_size, (), "")
+    drafted, _ = most_supervised(samples, options.draft_vocab, model.config.vocab_size, ())
     found = {
         "documents": documents,
         "embed": model.get_input_embeddings().weight.detach(),
         "head": model.lm_head.weight.detach(),
         "norm": model.model.norm.weight.detach(),
         "eps": model.config.rms_norm_eps,
-        "d2t": torch.from_numpy(vocab.d2t),
+        "d2t": torch.from_numpy(drafted - np.arange(len(drafted))),
     }
     torch.save(found, options.cache)
     return found

@@ -56,11 +56,7 @@ def _check_sections_fit(config: JobConfig) -> None:
             f"train.eval_every={train.eval_every} and train.checkpoint_every={train.checkpoint_every}: one must be "
             "a multiple of the other, or the best checkpoint is chosen among few that were evaluated"
         )
-    counts = {
-        "epochs": train.epochs,
-        "eval_every": train.eval_every,
-        "checkpoint_every": train.checkpoint_every,
-    }
+    counts = train.model_dump(include={"epochs", "eval_every", "checkpoint_every"})
     for name, count in counts.items():
         if count % stream.replay:
             raise ValueError(

@@ -14,7 +14,7 @@ class Sample:
     """One tokenised conversation, ready to be captured.
 
     input_ids: int32 [tokens]; loss_mask: bool [tokens], True where the target produced the token
-    (its stop token included). finish_reason: "stop", "length" or "given" (the answer came with the data).
+    (its stop token included). finish_reason: "stop", "length" (cut) or "given" (the answer came with the data).
     """
 
     id: str

@@ -18,7 +18,6 @@ class RunDir:
         self.metrics = root / "metrics.jsonl"  # the record: an object per step
         self.timings = root / "timings.json"  # wall seconds of each stage
         self.preflight = root / "preflight" / "preflight.json"  # preflight's verdict
-        self.draft_vocab = root / "rollout" / "draft_vocab.safetensors"  # d2t, t2d, coverage
         self.quarantine = root / "rollout" / "quarantine.jsonl"  # rows not used: where, why
         self.accounting = root / "rollout" / "accounting.json"  # rows in, rows out, drop reasons
         self.samples = root / "rollout" / "samples"  # committed Parquet shards
@@ -28,7 +27,7 @@ class RunDir:
         self.checkpoints = root / "train" / "ray_train"  # Ray Train's own folder
         self.registered = self.checkpoints / "checkpoint_manager_snapshot.json"  # which it knows
         self.registered_before = root / "train" / "registered.json"  # its copy, one save old
-        self.initial_weights = root / "train" / "initial.safetensors"  # before step 1
+        self.initial_weights = root / "train" / "initial.safetensors"  # before step 1, with d2t
         self.saving = root / "train" / ".saving"  # checkpoints being written
         self.train_result = root / "train" / "result.json"  # counts, bytes, best checkpoint
         self.wandb_id = root / "train" / "wandb_id"  # the run's W&B id, kept across restarts

@@ -105,8 +105,7 @@ def _suffix(name: str) -> str:
 
 def _rows(filesystem: Any, path: str) -> Iterator[Row]:
     suffix = _suffix(path)
-    compression = "gzip" if path.lower().endswith(".gz") else None
-    with filesystem.open(path, "rb", compression=compression) as file:
+    with filesystem.open(path, "rb", compression="infer") as file:
         try:
             if suffix == ".parquet":
                 yield from _batches(path, pq.ParquetFile(file).iter_batches(batch_size=256))
@@ -177,13 +176,14 @@ def _arrow_batches(file: BinaryIO) -> Iterator[pa.RecordBatch]:
 
 
 def _batches(path: str, batches: Iterator[pa.RecordBatch]) -> Iterator[Row]:
-    number = 0
-    for batch in batches:
-        for start in range(0, len(batch), 256):
-            for value in batch.slice(start, 256).to_pylist():
-                number += 1
-                fields = {key: _without_nulls(field) for key, field in value.items()}
-                yield Row(f"{path}:{number}", fields)
+    rows = (
+        row
+        for batch in batches
+        for start in range(0, len(batch), 256)
+        for row in batch.slice(start, 256).to_pylist()
+    )
+    for number, row in enumerate(rows, start=1):
+        yield Row(f"{path}:{number}", _without_nulls(row))
 
 
 def _without_nulls(value: Any) -> Any:

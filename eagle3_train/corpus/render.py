@@ -19,7 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
@@ -35,16 +34,6 @@ STRUCTURE = re.compile(r"think|tool", re.IGNORECASE)
 UNUSED = re.compile(r"reserved|unused", re.IGNORECASE)
 EMPTY_THINK = re.compile(r"\s*<think>\s*</think>\s*")
 THINK_TAG = re.compile(r"</?think>")
-# A template is a user's program: whatever it raises concerns one row.
-TEMPLATE_ERRORS = (
-    jinja2.TemplateError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    RecursionError,
-)
 Tokens = tuple[list[int], list[bool]]
 """Token ids and, for each, whether the target produced it."""
 
@@ -212,7 +201,7 @@ class Renderer:
                     **self.template_kwargs,
                 )
             )
-        except TEMPLATE_ERRORS as error:
+        except Exception as error:  # a template is a user's program: this concerns one row
             raise Unusable("template", f"{type(error).__name__}: {error}") from error
 
     def _escaped(self, messages: Sequence[Message], tools: Any) -> tuple[list[Message], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -29,14 +30,11 @@ def write_shard(dir: Path, samples: Sequence[Sample], messages_json: Sequence[st
     shards = _shards(dir)
     index = int(shards[-1].stem.split("-")[1]) + 1 if shards else 0
     assert all(len(sample.input_ids) == len(sample.loss_mask) for sample in samples)
-    columns = {
-        "id": [sample.id for sample in samples],
-        "domain": [sample.domain for sample in samples],
-        "input_ids": [sample.input_ids for sample in samples],
-        "loss_mask": [sample.loss_mask for sample in samples],
-        "finish_reason": [sample.finish_reason for sample in samples],
-        "messages_json": messages_json,
+    *own, messages = SCHEMA.names
+    columns: dict[str, Sequence[Any]] = {
+        name: [getattr(sample, name) for sample in samples] for name in own
     }
+    columns[messages] = messages_json
     file = pa.BufferOutputStream()
     pq.write_table(pa.table(columns, schema=SCHEMA), file, compression="zstd")
     write_atomic(dir / f"samples-{index:06d}.parquet", file.getvalue().to_pybytes())

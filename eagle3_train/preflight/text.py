@@ -10,11 +10,11 @@ from eagle3_train.config import JobConfig
 from eagle3_train.corpus.account import Unusable
 from eagle3_train.corpus.read import data_files
 from eagle3_train.corpus.render import Renderer, load_tokenizer
-from eagle3_train.corpus.vocab import DraftVocab
 from eagle3_train.preflight.check import Check, attempt
 from eagle3_train.preflight.evaluation import evaluate_sources
 from eagle3_train.rundir import RunDir, reading
 from eagle3_train.target.facts import TargetFacts, code_map
+from eagle3_train.training.initial import check_initial
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 _PROBE = "Why is the sky blue?"
@@ -62,7 +62,7 @@ def tokenizer(config: JobConfig, facts: TargetFacts) -> list[Check]:
     return [
         _same_tokenizer(renderer, config, facts),
         _template(renderer),
-        draft_vocabulary(config, facts, renderer),
+        draft_vocabulary(config, renderer),
         evaluate_sources(config, renderer),
     ]
 
@@ -118,24 +118,16 @@ def _template(renderer: Renderer) -> Check:
     return Check("chat_template", "ok", reason)
 
 
-def draft_vocabulary(config: JobConfig, facts: TargetFacts, renderer: Renderer) -> Check:
-    """Whether an existing draft vocabulary belongs to this tokenizer, size, target and first weights."""
+def draft_vocabulary(config: JobConfig, renderer: Renderer) -> Check:
+    """Whether the weights that training began with, if it did, and their draft vocabulary belong to this job."""
     run, size = RunDir(config.run_path), config.drafter.draft_vocab_size
     if size is None:
         return Check("draft_vocabulary", "ok", "the whole vocabulary")
-    if not run.draft_vocab.is_file():
+    if not run.initial_weights.is_file():
         return Check("draft_vocabulary", "ok", f"{size} tokens, chosen after the rollout")
-
-    def describe() -> str:
-        vocab = DraftVocab.load(run.draft_vocab, renderer.fingerprint)
-        if (len(vocab.d2t), len(vocab.t2d)) != (size, facts.vocab_size):
-            raise ValueError(
-                f"stale d2t: {run.draft_vocab} maps {len(vocab.d2t)} of {len(vocab.t2d)} tokens, the job has "
-                f"{size} of {facts.vocab_size}"
-            )
-        if run.initial_weights.is_file():
-            vocab.check_weights(run.initial_weights)
-        return f"{size} tokens, covering {vocab.coverage}"
-
-    fix = f"give the run a new name, or delete {run.draft_vocab} and {run.train_storage}"
-    return attempt("draft_vocabulary", fix, describe)
+    fix = f"give the run a new name, or delete {run.train_storage}"
+    return attempt(
+        "draft_vocabulary",
+        fix,
+        lambda: f"{size} tokens, covering {check_initial(config, renderer)}",
+    )

@@ -1,6 +1,6 @@
 """`export`: the trained drafter, and the same drafter before its first step, as directories vLLM and SGLang load.
 
-Consumes train/result.json and the checkpoint it names, train/initial.safetensors and the draft vocabulary;
+Consumes train/result.json, the checkpoint it names, and train/initial.safetensors, which has the draft vocabulary;
 produces export/drafter and export/untrained, validated, with a model card. Needs neither Ray nor an engine.
 """
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from eagle3_train import provenance
@@ -54,19 +55,21 @@ def _export(
     """Write, validate and describe one directory unless it already holds exactly this."""
     spec, layers = spec_of(config), read_facts(config.target.path).num_layers
     boundaries = resolve_boundaries(config.drafter.aux_layers, layers)[:-1]
-    vocabulary = RunDir(config.run_path).draft_vocab
-    made_of = provenance.digests([weights] if spec.full_vocab else [weights, vocabulary])
+    initial = RunDir(config.run_path).initial_weights
+    made_of = provenance.digests([weights, initial])
     source = f"{weights.parent.name}/{weights.name} as {config.export.dtype} {config.export.format}"
     metadata = metadata | {"source": source, "made_of": made_of}
     if _described(directory) == metadata | {"commit": None}:
         validate_checkpoint(directory, spec, boundaries, target)
         log.info("export: %s is current", directory)
         return
+    with safe_open(initial, "pt") as file:
+        d2t = None if spec.full_vocab else file.get_tensor("d2t")
     write_checkpoint(
         directory,
         spec,
         load_file(weights),
-        None if spec.full_vocab else load_file(vocabulary)["d2t"],
+        d2t,
         boundaries,
         target,
         config.export.dtype,

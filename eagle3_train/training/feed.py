@@ -70,9 +70,8 @@ def feed(
             ready.put(error)
 
     threading.Thread(target=work, name="feed", daemon=True).start()
-    held: list[FedPack] = []
     pace = stage.passed()
-    while _receive(ready, held):
+    while held := _receive(ready):
         ahead.release()
         yield held.pop()  # not kept here: the step frees it
         # The host stays one pack ahead of the device: further ahead, batches would pile up in its memory.
@@ -81,18 +80,17 @@ def feed(
             before.synchronize()
 
 
-def _receive(ready: queue.SimpleQueue[Any], held: list[FedPack]) -> bool:
-    """Wait for the next pack and append it to `held`; False at the end."""
+def _receive(ready: queue.SimpleQueue[Any]) -> list[FedPack]:
+    """Wait for the next pack; in a list, so that whoever pops it holds the only reference. Empty at the end."""
     item = ready.get()
     if item is None:
-        return False
+        return []
     if isinstance(item, BaseException):
         raise item
     fed, event = item
     if event is not None:
         _hand_over(fed.batch, event)
-    held.append(fed)
-    return True
+    return [fed]
 
 
 def _hand_over(batch: PackedBatch, event: Any) -> None:
@@ -120,68 +118,50 @@ class _Stage:
         shape = self._shape
         masks = [s.loss_mask & (index not in captured.bad) for index, s in enumerate(samples)]
         rows = plan_rows([s.input_ids for s in samples], masks, steps)
-        event = None
-        if self._stream is None:
-            states = decode(self._assemble(captured, samples), shape.hidden, shape.dtype)
-        else:
-            with cuda.stream(self._stream):
-                rows = rows.to(shape.device)
-                states = decode(self._copy(captured, samples), shape.hidden, shape.dtype)
-                event = cuda.Event()
-                event.record(self._stream)
+        with cuda.stream(self._stream):  # changes nothing on CPU
+            rows = rows.to(shape.device)
+            states = decode(self._states(captured, samples), shape.hidden, shape.dtype)
+            event = self.passed()
         batch = PackedBatch(rows, states[:, : shape.aux], states[:, shape.aux :])
         return FedPack(captured.pack, batch, captured.bad), event
 
     def passed(self) -> Any:
-        """CUDA event after everything the caller's stream has been given so far (None on CPU)."""
+        """CUDA event after everything the current stream has been given so far (None on CPU)."""
         if self._stream is None:
             return None
         event = cuda.Event()
         event.record()
         return event
 
-    def _assemble(
-        self, captured: CapturedPack, samples: list[Sample], out: Tensor | None = None
-    ) -> Tensor:
-        """States of all samples in pack order, in `out` when given; a whole pack is not copied otherwise."""
-        parts = [(_tensor(array), indices) for array, indices in captured.parts]
-        if not parts:
-            return torch.zeros(0, self._shape.aux + self._shape.hidden)
-        if out is None and len(parts) == 1 and parts[0][1] == sorted(parts[0][1]):
-            return parts[0][0]
-        ends = np.cumsum([sample.captured_tokens for sample in samples])
-        if out is None:
-            out = torch.empty(int(ends[-1]), parts[0][0].shape[1], dtype=parts[0][0].dtype)
-        for states, indices in parts:
-            position = 0
-            for index in indices:
-                length = samples[index].captured_tokens
-                out[int(ends[index]) - length : int(ends[index])] = states[position:][:length]
-                position += length
-        return out
-
-    def _copy(self, captured: CapturedPack, samples: list[Sample]) -> Tensor:
-        """States on the device, through a pinned buffer; the side stream is current."""
+    def _states(self, captured: CapturedPack, samples: list[Sample]) -> Tensor:
+        """States of all samples in pack order, on the device: CUDA's through a pinned buffer, on the side stream."""
+        shape, tokens = self._shape, captured.pack.tokens
         if not captured.parts:
-            return self._assemble(captured, samples).to(self._shape.device)
-        first = _tensor(captured.parts[0][0])
-        size = captured.pack.tokens * first.shape[1] * first.element_size()
+            return torch.zeros(0, shape.aux + shape.hidden, device=shape.device)
+        parts = [(_tensor(array), indices) for array, indices in captured.parts]
+        dtype, columns = parts[0][0].dtype, parts[0][0].shape[1]
+        size = tokens * columns * dtype.itemsize
         buffer = self._buffer(size)
-        pinned = buffer[:size].view(first.dtype).view(captured.pack.tokens, first.shape[1])
-        states = self._assemble(captured, samples, pinned).to(self._shape.device, non_blocking=True)
-        done = cuda.Event()
-        done.record(self._stream)
-        self._pinned.append((buffer, done))
-        return states
+        staged = buffer[:size].view(dtype).view(tokens, columns)
+        places = staged.split([sample.captured_tokens for sample in samples])
+        for states, indices in parts:
+            pieces = states.split([len(places[index]) for index in indices])
+            for index, piece in zip(indices, pieces, strict=True):
+                places[index].copy_(piece)
+        if self._stream is None:
+            return staged
+        moved = staged.to(shape.device, non_blocking=True)
+        self._pinned.append((buffer, self.passed()))
+        return moved
 
     def _buffer(self, size: int) -> Tensor:
-        """A free pinned buffer of at least `size` bytes."""
+        """A free buffer of at least `size` bytes, pinned for CUDA."""
         if len(self._pinned) == 2:
             buffer, done = self._pinned.pop(0)
             done.synchronize()
             if len(buffer) >= size:
                 return buffer
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, pin_memory=self._stream is not None)
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Tensor:

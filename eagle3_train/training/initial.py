@@ -1,29 +1,30 @@
 """What training starts from: draft vocabulary, frozen target tensors, the drafter's first weights.
 
-The driver writes them once; every rank of every attempt, and the untrained export, read the same files.
+The driver writes one file of them, once; every rank of every attempt, and the untrained export, read it.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from eagle3_train.config import JobConfig
 from eagle3_train.corpus.render import Renderer
-from eagle3_train.corpus.vocab import DraftVocab
-from eagle3_train.drafter.checkpoint import membership, read_checkpoint
+from eagle3_train.corpus.vocab import most_supervised
+from eagle3_train.drafter.checkpoint import read_checkpoint
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.records import Sample
-from eagle3_train.rundir import RunDir, reading
+from eagle3_train.rundir import RunDir, reading, write_atomic
 from eagle3_train.runlog import log
 from eagle3_train.target.derive import drafter_spec
-from eagle3_train.target.facts import read_facts
+from eagle3_train.target.facts import locate, read_facts
 from eagle3_train.target.weights import read_frozen
 
 
@@ -35,18 +36,10 @@ def spec_of(config: JobConfig) -> DrafterSpec:
 def renderer_of(config: JobConfig) -> Renderer:
     """Tokenizer and chat template of this job."""
     return Renderer.load(
-        config.target.tokenizer or config.target.path,
+        config.target.tokenizer or str(locate(config.target.path)),
         config.target.trust_remote_code,
         config.corpus.template_kwargs,
     )
-
-
-def frozen_target(config: JobConfig, dtype: torch.dtype) -> FrozenTarget:
-    """The target's tensors and the run's draft vocabulary, on CPU."""
-    if spec_of(config).full_vocab:
-        return _frozen(config, dtype, None)
-    vocab = DraftVocab.load(RunDir(config.run_path).draft_vocab, renderer_of(config).fingerprint)
-    return _frozen(config, dtype, torch.from_numpy(vocab.d2t))
 
 
 def read_drafter(
@@ -61,87 +54,91 @@ def read_drafter(
 
 
 def _frozen(config: JobConfig, dtype: torch.dtype, d2t: Tensor | None) -> FrozenTarget:
-    weights = read_frozen(config.target.path, dtype)
-    return FrozenTarget(
-        embed=weights.embed,
-        lm_head=weights.lm_head,
-        norm_weight=weights.norm_weight,
-        norm_eps=read_facts(config.target.path).rms_norm_eps,
-        d2t=d2t,
+    weights, eps = (
+        read_frozen(config.target.path, dtype),
+        read_facts(config.target.path).rms_norm_eps,
     )
+    return FrozenTarget(*weights, norm_eps=eps, d2t=d2t)
+
+
+def load_initial(config: JobConfig, drafter: Eagle3Drafter, dtype: torch.dtype) -> FrozenTarget:
+    """Load the drafter's first weights; the target's tensors and the run's draft vocabulary, on CPU."""
+    weights = load_file(RunDir(config.run_path).initial_weights)
+    frozen = _frozen(config, dtype, weights.pop("d2t", None))
+    drafter.load_state_dict(weights)
+    return frozen
 
 
 def write_initial(config: JobConfig, train: list[Sample]) -> None:
-    """Write the draft vocabulary and the initial weights, unless an earlier attempt has.
+    """Write the first weights with the draft vocabulary, unless an earlier attempt has.
 
     Raises ValueError when what was trained so far belongs to another draft vocabulary or warm start.
     """
-    run, spec = RunDir(config.run_path), spec_of(config)
-    warm = (
-        read_checkpoint(Path(config.drafter.init_from), spec) if config.drafter.init_from else None
-    )
-    vocabulary = "all"
-    if not spec.full_vocab:
-        vocab = _vocabulary(config, spec, train, warm.d2t if warm else None)
-        vocabulary = vocab.fingerprint
-        if run.initial_weights.exists():
-            vocab.check_weights(run.initial_weights)
-        if not (run.draft_vocab.exists() and run.initial_weights.exists()):
-            vocab.save(run.draft_vocab)
-    origin = config.drafter.init_from or ""
+    run, spec, renderer = RunDir(config.run_path), spec_of(config), renderer_of(config)
     if run.initial_weights.exists():
-        with reading(run.initial_weights), safe_open(run.initial_weights, "numpy") as file:
-            began = (file.metadata() or {}).get("init_from", "")
-        if began != origin:
-            raise ValueError(
-                f"drafter.init_from is {origin or 'null'}, but this run began from {began or 'null'}; give the run a new "
-                f"name, or delete {run.train_storage} and train again"
-            )
+        check_initial(config, renderer)
         return
     if any(run.train_storage.glob("*/checkpoint_*")):
         raise ValueError(
             f"{run.train_storage} holds checkpoints but not the weights they began with; give the run a new "
             f"name, or delete {run.train_storage}"
         )
+    began = config.drafter.init_from
+    warm = read_checkpoint(Path(began), spec) if began else None
+    d2t, coverage = (warm.d2t, {}) if warm else _draft_vocabulary(spec, train, renderer)
     drafter = Eagle3Drafter(spec)
-    frozen = frozen_target(config, torch.float32)
+    frozen = _frozen(config, torch.float32, d2t)
     init_from_target(drafter, frozen, torch.Generator().manual_seed(config.train.seed))
     if warm:
         drafter.load_state_dict(warm.weights, strict=False)
-    run.initial_weights.parent.mkdir(parents=True, exist_ok=True)
-    temporary = run.initial_weights.with_suffix(".tmp")
-    weights = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
-    save_file(weights, temporary, {"vocabulary": vocabulary, "init_from": origin})
-    temporary.replace(run.initial_weights)
+    tensors = {name: tensor.detach() for name, tensor in drafter.state_dict().items()}
+    if d2t is not None:
+        tensors["d2t"] = d2t
+    made_for = _made_for(config, renderer) | {"coverage": json.dumps(coverage)}
+    write_atomic(run.initial_weights, save(tensors, made_for))
 
 
-def _vocabulary(
-    config: JobConfig, spec: DrafterSpec, train: list[Sample], given: Tensor | None
-) -> DraftVocab:
-    """The run's draft vocabulary; at first a warm start's own, or the tokens supervised most often."""
-    renderer, run = renderer_of(config), RunDir(config.run_path)
-    begun = run.initial_weights.exists()
-    if run.draft_vocab.exists() and (begun or given is None):
-        return DraftVocab.load(run.draft_vocab, renderer.fingerprint)
-    if given is not None:
-        t2d = membership(given, spec.vocab_size).numpy()
-        return DraftVocab(given.numpy(), t2d, {}, renderer.fingerprint)
-    vocab = DraftVocab.build(
-        train,
-        spec.draft_vocab_size,
-        spec.vocab_size,
-        renderer.always_drafted,
-        renderer.fingerprint,
-    )
+def check_initial(config: JobConfig, renderer: Renderer) -> dict[str, float]:
+    """Domain -> share of its supervised tokens that the run's draft vocabulary holds; empty after a warm start.
+
+    Raises ValueError unless the first weights, which are there, belong to this job.
+    """
+    run, made_for = RunDir(config.run_path), _made_for(config, renderer)
+    with reading(run.initial_weights), safe_open(run.initial_weights, "numpy") as file:
+        metadata = file.metadata() or {}
+        began = {what: metadata[what] for what in made_for}
+        coverage: dict[str, float] = json.loads(metadata["coverage"])
+    for what, value in made_for.items():
+        if began[what] != value:
+            raise ValueError(
+                f"{what} is {value or 'null'}, but this run began with {began[what] or 'null'}; give the run a new name, "
+                f"or delete {run.train_storage} and train again"
+            )
+    return coverage
+
+
+def _made_for(config: JobConfig, renderer: Renderer) -> dict[str, str]:
+    """What must not change while weights are trained."""
+    spec = spec_of(config)
+    return {
+        "drafter.init_from": config.drafter.init_from or "",
+        "drafter.draft_vocab_size": str(spec.draft_vocab_size),
+        "the hash of tokenizer and template": "" if spec.full_vocab else renderer.fingerprint,
+    }
+
+
+def _draft_vocabulary(
+    spec: DrafterSpec, train: list[Sample], renderer: Renderer
+) -> tuple[Tensor | None, dict[str, float]]:
+    """d2t of the tokens supervised most often, and what they cover by domain."""
+    if spec.full_vocab:
+        return None, {}
+    size, rows = spec.draft_vocab_size, spec.vocab_size
+    ids, coverage = most_supervised(train, size, rows, renderer.always_drafted)
     log.info(
         "draft vocabulary: %d of %d tokens cover %.2f %% of the supervised text",
-        spec.draft_vocab_size,
-        spec.vocab_size,
-        100 * vocab.coverage["all"],
+        size,
+        rows,
+        100 * coverage["all"],
     )
-    return vocab
-
-
-def load_initial(config: JobConfig, drafter: Eagle3Drafter) -> None:
-    """Load what write_initial wrote."""
-    drafter.load_state_dict(load_file(RunDir(config.run_path).initial_weights))
+    return torch.from_numpy(ids) - torch.arange(size), coverage

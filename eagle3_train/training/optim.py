@@ -43,7 +43,6 @@ class AdamW(torch.optim.Optimizer):
         parameters: Iterable[Tensor],
         lr: float,
         betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
         weight_decay: float = 0.0,
         max_grad_norm: float = 1.0,
     ) -> None:
@@ -53,7 +52,7 @@ class AdamW(torch.optim.Optimizer):
             {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
             {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps})
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": 1e-8})
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:

@@ -12,6 +12,7 @@ import ray.train
 import ray.train.torch
 import torch
 import torch.distributed as dist
+from ray.train.collective import broadcast_from_rank_zero
 from torch import Tensor
 
 from eagle3_train.config import JobConfig
@@ -25,7 +26,7 @@ from eagle3_train.stream.plan import PlanShape, Window, plan_run
 from eagle3_train.training import checkpoint
 from eagle3_train.training.clock import StepClock
 from eagle3_train.training.feed import FeedShape
-from eagle3_train.training.initial import frozen_target, load_initial, spec_of
+from eagle3_train.training.initial import load_initial, spec_of
 from eagle3_train.training.optim import AdamW
 from eagle3_train.training.shard import shard
 
@@ -89,7 +90,7 @@ class TrainState:
         if device.type == "cpu":
             torch.set_num_threads(max(1, int(config.train.cpus_per_worker)))
         drafter = Eagle3Drafter(spec_of(config), fp8=config.train.fp8)
-        load_initial(config, drafter)
+        frozen = load_initial(config, drafter, dtype)
         drafter.to(device, dtype if ranks == 1 else torch.float32)  # FSDP2 casts float32 shards
         shard(drafter, ranks, device, dtype)
         return cls(
@@ -99,7 +100,7 @@ class TrainState:
             device=device,
             dtype=dtype,
             drafter=drafter,
-            frozen=frozen_target(config, dtype).to(device, dtype),
+            frozen=frozen.to(device, dtype),
             optimizer=AdamW(
                 drafter.parameters(),
                 lr=config.train.lr,
@@ -162,10 +163,7 @@ class TrainState:
 
     def agree(self, decide: Callable[[], int]) -> int:
         """One number for all ranks, decided by rank 0."""
-        number = torch.tensor([decide() if self.rank == 0 else 0], dtype=torch.int64)
-        number = number.to(self.device)
-        dist.broadcast(number, src=0)
-        return int(number.item())
+        return int(broadcast_from_rank_zero(decide() if self.rank == 0 else 0))
 
     def longest(self, seconds: float) -> float:
         """Largest value over the ranks: one rank that waits for data makes all of them wait."""

@@ -29,10 +29,6 @@ class NonFiniteLossError(RuntimeError):
     """The loss or a gradient is not finite; such a step updates nothing, and what came of it is not saved."""
 
 
-class TooManyBadSamplesError(RuntimeError):
-    """More captured samples were unusable than train.max_bad_samples allows."""
-
-
 def train_step(
     state: TrainState, window: Window, packs: Iterator[FedPack], replay: int
 ) -> dict[str, Any]:
@@ -120,7 +116,7 @@ class Tally:
 
 
 def _next_batch(state: TrainState, packs: Iterator[FedPack]) -> PackedBatch:
-    """The rank's next pack. Unusable samples are logged and counted; too many of them stop the run."""
+    """The rank's next pack. Unusable samples are logged and counted; too many of them raise ValueError."""
     fed = next(packs)
     for index, reason in fed.bad.items():
         epoch, row = fed.pack.entries[index]
@@ -128,7 +124,7 @@ def _next_batch(state: TrainState, packs: Iterator[FedPack]) -> PackedBatch:
     state.bad_samples += len(fed.bad)
     allowed = state.config.train.max_bad_samples * state.config.train.epochs * len(state.train)
     if state.bad_samples > max(allowed, 1):
-        raise TooManyBadSamplesError(
+        raise ValueError(
             f"{state.bad_samples} captured samples were unusable, more than train.max_bad_samples="
             f"{state.config.train.max_bad_samples} allows; run the live preflight on this target"
         )
@@ -140,13 +136,12 @@ class Evaluation:
 
     def __init__(self, state: TrainState) -> None:
         self._state = state
-        self._served = state.config.evaluate.num_speculative_tokens
-        self._steps = state.walked_steps
         self._start()
 
     def _start(self) -> None:
-        self._tally = Tally(self._steps, self._state.device)
-        self._walked = np.zeros((2, self._steps), dtype=np.int64)  # rounds, accepted for k = 1..
+        steps = self._state.walked_steps
+        self._tally = Tally(steps, self._state.device)
+        self._walked = np.zeros((2, steps), dtype=np.int64)  # rounds, accepted for k = 1..
 
     def add(self, window: Window, packs: Iterator[FedPack]) -> dict[str, Any]:
         """Walk one window's packs; metrics after the window that closes the evaluation, else empty."""
@@ -170,9 +165,10 @@ class Evaluation:
         rounds, accepted = walked.cpu().numpy()
         lengths = 1.0 + accepted / np.maximum(rounds, 1)
         self._start()
-        self._state.evaluations.add(float(lengths[self._served - 1]))
+        served = float(lengths[self._state.config.evaluate.num_speculative_tokens - 1])
+        self._state.evaluations.add(served)
         return {
-            "eval/expected_acceptance_length": float(lengths[self._served - 1]),
+            "eval/expected_acceptance_length": served,
             "eval/expected_by_k": lengths.tolist(),
             "eval/loss": loss,
             "eval/step_accuracy": accuracy,

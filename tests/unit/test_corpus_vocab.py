@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import safetensors.numpy
 
 from eagle3_train.config import CorpusConfig
 from eagle3_train.corpus.conversation import parse_row
@@ -18,7 +17,7 @@ from eagle3_train.corpus.table import (
     read_samples,
     write_shard,
 )
-from eagle3_train.corpus.vocab import DraftVocab
+from eagle3_train.corpus.vocab import most_supervised
 from eagle3_train.records import Prompt, Sample
 
 
@@ -32,52 +31,22 @@ SAMPLES = [
 ]
 
 
-def vocab(size: int = 4, always: tuple[int, ...] = (0, 11)) -> DraftVocab:
-    return DraftVocab.build(SAMPLES, size, 12, always, "tok")
+def vocab(size: int = 4, always: tuple[int, ...] = (0, 11)) -> list[int]:
+    ids, _ = most_supervised(SAMPLES, size, 12, always)
+    assert ids.dtype == np.int64
+    return ids.tolist()
 
 
 def test_the_draft_vocabulary_holds_the_most_supervised_tokens_and_every_special_one() -> None:
-    assert vocab().target_ids.tolist() == [0, 3, 7, 11]  # 5 and 3 tie at 2: the lower id wins
-    assert vocab(5).target_ids.tolist() == [0, 3, 5, 7, 11]
-    assert vocab(6).target_ids.tolist() == [0, 1, 3, 5, 7, 11]
-    assert vocab().d2t.dtype == np.int64
-    assert np.flatnonzero(vocab().t2d).tolist() == vocab().target_ids.tolist()
-    assert (vocab(12).d2t == 0).all()
+    assert vocab() == [0, 3, 7, 11]  # 5 and 3 tie at 2: the lower id wins
+    assert vocab(5) == [0, 3, 5, 7, 11]
+    assert vocab(6) == [0, 1, 3, 5, 7, 11]
+    assert vocab(12) == list(range(12))
 
 
 def test_coverage_is_the_share_of_supervised_tokens_per_domain() -> None:
-    assert vocab().coverage == {"chat": 2 / 3, "code": 3 / 4, "all": 5 / 7}
-
-
-def test_the_vocabulary_survives_its_file_and_is_tied_to_its_tokenizer(tmp_path: Path) -> None:
-    made = vocab()
-    made.save(tmp_path / "v.safetensors")
-    again = DraftVocab.load(tmp_path / "v.safetensors", "tok")
-    assert again.target_ids.tolist() == made.target_ids.tolist()
-    assert again.coverage == made.coverage
-    with pytest.raises(ValueError, match="was built for tokenizer and template tok, not other"):
-        DraftVocab.load(tmp_path / "v.safetensors", "other")
-
-
-@pytest.mark.parametrize(
-    ("d2t", "t2d"),
-    [
-        ([0, 0, 9], [1, 1, 0, 0, 0, 0]),  # outside the vocabulary
-        ([0, 2, 0], [1, 0, 1, 1, 0, 0]),  # not rising
-        ([0, 1, 1], [1, 1, 1, 0, 0, 0]),
-        ([0, 1, 1], [1, 0, 1, 1, 1, 0]),
-        ([], [0, 0, 0, 0, 0, 0]),
-    ],
-)
-def test_a_broken_vocabulary_is_refused(d2t: list[int], t2d: list[int], tmp_path: Path) -> None:
-    metadata = {"coverage": "{}", "tokenizer": "tok"}
-    tensors = {"d2t": np.array(d2t, np.int64), "t2d": np.array(t2d, bool)}
-    (tmp_path / "v").write_bytes(safetensors.numpy.save(tensors, metadata))
-    with pytest.raises(ValueError, match="d2t does not name the tokens that t2d marks"):
-        DraftVocab.load(tmp_path / "v", "tok")
-    (tmp_path / "v").write_bytes(b"junk")
-    with pytest.raises(ValueError, match="v cannot be used"):
-        DraftVocab.load(tmp_path / "v", "tok")
+    _, coverage = most_supervised(SAMPLES, 4, 12, (0, 11))
+    assert coverage == {"chat": 2 / 3, "code": 3 / 4, "all": 5 / 7}
 
 
 def test_impossible_sizes_are_refused() -> None:
@@ -86,7 +55,7 @@ def test_impossible_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="not exceed"):
         vocab(13)
     with pytest.raises(ValueError, match="no supervised token"):
-        DraftVocab.build([sample("a", [1, 2], [0, 0])], 4, 12, (), "tok")
+        most_supervised([sample("a", [1, 2], [0, 0])], 4, 12, ())
 
 
 def test_samples_survive_their_shards_bit_for_bit(tmp_path: Path) -> None:
@@ -121,7 +90,7 @@ def identity(question: str, answer: str, system: str | None = None) -> str:
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     if system:
         turns.insert(0, {"role": "system", "content": system})
-    return parse_row({"messages": turns}, CorpusConfig()).id
+    return parse_row({"messages": turns}, CorpusConfig(), 100).id
 
 
 def test_one_question_never_falls_on_both_sides_of_the_split() -> None:

@@ -301,7 +301,7 @@ def with_files(config: JobConfig, folder: Path, files: dict[str, list[str]]) -> 
         rows = [{"messages": [{"role": "user", "content": text}]} for text in questions]
         write_atomic(folder / name, "".join(json.dumps(row) + "\n" for row in rows))
     write_tokenizer(folder / "target")
-    target = config.target.model_copy(update={"path": str(folder / "target")})
+    target = config.target.model_copy(update={"tokenizer": str(folder / "target")})
     sources = tuple(str(folder / name) for name in files)
     evaluation = config.evaluate.model_copy(update={"sources": sources})
     return config.model_copy(update={"evaluate": evaluation, "target": target})
@@ -402,7 +402,7 @@ def test_later_turns_are_asked_after_the_targets_own_answers(
     (tmp_path / "mt.jsonl").write_text(json.dumps({"turns": ["one?", "two?", "three?"]}) + "\n")
     job = config.model_copy(
         update={
-            "target": config.target.model_copy(update={"path": str(tmp_path / "target")}),
+            "target": config.target.model_copy(update={"tokenizer": str(tmp_path / "target")}),
             "corpus": config.corpus.model_copy(update={"max_len": 8}),  # that of training
             "evaluate": config.evaluate.model_copy(
                 update={"sources": ("held_out", str(tmp_path / "mt.jsonl"))}

@@ -4,7 +4,6 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -13,7 +12,6 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from eagle3_train.config import JobConfig
-from eagle3_train.corpus.vocab import DraftVocab
 from eagle3_train.engines.resolve import engine_index
 from eagle3_train.preflight.check import failed
 from eagle3_train.preflight.static import static_checks
@@ -147,10 +145,15 @@ def test_a_stale_d2t_is_caught(target, tmp_path):
     job = config(tmp_path, drafter={"draft_vocab_size": 4})
     renderer_names = [check.name for check in checks(job) if check.verdict == "ok"]
     assert "draft_vocabulary" in renderer_names
-    mask = np.zeros(12, dtype=np.bool_)
-    mask[[1, 3, 5, 7]] = True
-    d2t = np.array([1, 2, 3, 4], dtype=np.int64)
-    DraftVocab(d2t, mask, {}, "another tokenizer").save(RunDir(job.run_path).draft_vocab)
+    made_for = {
+        "drafter.init_from": "",
+        "drafter.draft_vocab_size": "4",
+        "the hash of tokenizer and template": "another tokenizer",
+        "coverage": "{}",
+    }
+    file = RunDir(job.run_path).initial_weights
+    file.parent.mkdir(parents=True)
+    save_file({"d2t": torch.arange(4)}, file, made_for)
     check = only_failure(job)
     assert check.name == "draft_vocabulary"
     assert "another tokenizer" in check.reason
