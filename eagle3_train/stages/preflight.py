@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from eagle3_train.config import JobConfig
 from eagle3_train.engines.resolve import Resolution, engine_index, resolve_target
-from eagle3_train.preflight.check import NAMES, Check, failed, table
+from eagle3_train.preflight.check import Check, failed, table
 from eagle3_train.preflight.plan import Plan, make_plan, plan_checks
 from eagle3_train.preflight.static import static_checks
 from eagle3_train.rundir import RunDir, write_atomic
@@ -79,11 +79,6 @@ def run(config: JobConfig, depth: Depth, package: Path) -> Report:
     The live depth does not start when an earlier check blocks.
     """
     report = Report(config.preflight.skip)
-    unknown = sorted(set(report.skip) - NAMES)
-    if unknown:
-        reason = f"preflight.skip names no check: {', '.join(unknown)}"
-        fix = f"it may name {', '.join(sorted(NAMES))}"
-        report.depths["configuration"] = [Check("configuration", "fail", reason, fix)]
     try:
         facts = read_facts(config.target.path)
     except ValueError as error:
