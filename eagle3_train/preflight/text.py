@@ -1,23 +1,30 @@
-"""Static depth, text half: corpus, tokenizer, chat template and draft vocabulary."""
+"""Static depth, text half: corpus, tokenizer, chat template, draft vocabulary and evaluation's prompts."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from eagle3_train.config import JobConfig
-from eagle3_train.corpus.account import Unusable
-from eagle3_train.corpus.read import data_files
+from eagle3_train.corpus.account import CorpusError, Unusable
+from eagle3_train.corpus.benchmark import HELD_OUT, answer_room, benchmark_prompts
+from eagle3_train.corpus.conversation import Conversation, parse_row
+from eagle3_train.corpus.leakage import find_leaks
+from eagle3_train.corpus.read import data_files, read_rows
 from eagle3_train.corpus.render import Renderer, load_tokenizer
+from eagle3_train.corpus.split import is_held_out
 from eagle3_train.corpus.vocab import DraftVocab
 from eagle3_train.preflight.check import Check, attempt
-from eagle3_train.preflight.evaluation import evaluate_sources
 from eagle3_train.rundir import RunDir, reading
 from eagle3_train.target.facts import TargetFacts, code_map
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json")
 _PROBE = "Why is the sky blue?"
+LEAK_ROWS = 20_000
+"""Rows of the corpus that are compared with the prompts: a few seconds."""
 
 
 def corpus(config: JobConfig) -> Check:
@@ -55,7 +62,7 @@ def tokenizer(config: JobConfig, facts: TargetFacts) -> list[Check]:
         )
     except ValueError as error:
         fix = "repair it, or name another in target.tokenizer"
-        code = own_code(directory, "AutoConfig", "AutoTokenizer")
+        code = _own_code(directory)
         if code and not config.target.trust_remote_code:
             fix = f"read {code}, then set target.trust_remote_code=true; or {fix}"
         return [Check("tokenizer", "fail", str(error), fix), evaluate_sources(config, None)]
@@ -67,14 +74,14 @@ def tokenizer(config: JobConfig, facts: TargetFacts) -> list[Check]:
     ]
 
 
-def own_code(directory: Path, *keys: str) -> str:
-    """Python in the directory that transformers would run for these Auto classes; empty for none."""
+def _own_code(directory: Path) -> str:
+    """Python in the directory that transformers would run for a tokenizer; empty for none."""
     named: dict[str, str] = {}
     for file in (directory / "config.json", directory / "tokenizer_config.json"):
         if file.is_file():
             with suppress(ValueError), reading(file):  # a broken one fails the tokenizer
                 named.update(code_map(json.loads(file.read_text())))
-    return ", ".join(named[key] for key in keys if key in named)
+    return ", ".join(named[key] for key in ("AutoConfig", "AutoTokenizer") if key in named)
 
 
 def _has_tokenizer(directory: Path) -> bool:
@@ -139,3 +146,47 @@ def draft_vocabulary(config: JobConfig, facts: TargetFacts, renderer: Renderer) 
 
     fix = f"give the run a new name, or delete {run.draft_vocab} and {run.train_storage}"
     return attempt("draft_vocabulary", fix, describe)
+
+
+def evaluate_sources(config: JobConfig, renderer: Renderer | None) -> Check:
+    """Whether every file of prompts holds some that fit and that the corpus does not train on; URLs are not read."""
+    name, files = "evaluate_sources", [s for s in config.evaluate.sources if s != HELD_OUT]
+    local = [source for source in files if "://" not in source]
+    if not files and not config.corpus.held_out_fraction:
+        fix = "raise corpus.held_out_fraction, or name files in evaluate.sources"
+        return Check(name, "warn", "no prompt to evaluate on: nothing is held out", fix)
+    if not local and answer_room(config) < 1:
+        reason = "no prompt to evaluate on: answers fill engine.max_model_len"
+        return Check(name, "warn", reason, "lower evaluate.sampling.max_new_tokens")
+    if not local:
+        return Check(name, "ok", "no local file: " + ", ".join(config.evaluate.sources))
+    try:
+        data_files(local)
+        if renderer is None:
+            return Check(name, "warn", "not read, for want of a tokenizer", "see tokenizer")
+        found = {source: benchmark_prompts(config, source, renderer) for source in local}
+    except ValueError as error:
+        fix = "correct evaluate.sources, or leave prompts room: engine.max_model_len, evaluate.sampling.max_new_tokens"
+        return Check(name, "fail", str(error), fix)
+    prompts = [prompt for group in found.values() for prompt in group]
+    first, later = find_leaks(_trained(config), prompts)
+    counts = ", ".join(f"{Path(source).name} {len(group)}" for source, group in found.items())
+    reason = f"prompts that fit: {counts}"
+    if first or later:
+        reason += f"; {len(first)} resemble corpus.sources, and follow-ups of {len(later)} do"
+        return Check(name, "warn", reason, "take them out of the corpus, or measure on others")
+    return Check(name, "ok", reason)
+
+
+def _trained(config: JobConfig) -> Iterator[str]:
+    """The first conversations that the corpus names for training, as far as they are files."""
+    local = [source for source in config.corpus.sources if "://" not in source]
+    with suppress(CorpusError):  # the corpus check names it
+        for row in islice(read_rows(local), LEAK_ROWS):
+            if isinstance(row.fields, Unusable):
+                continue
+            with suppress(Unusable):
+                said = parse_row(row.fields, config.corpus)
+                held_out = is_held_out(said.id, config.corpus.held_out_fraction)
+                if isinstance(said, Conversation) and not held_out:
+                    yield said.to_json()
