@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_train.config import JobConfig
@@ -19,7 +18,7 @@ from eagle3_train.drafter.checkpoint_format import expected_tensors
 from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.preflight import placement
 from eagle3_train.preflight.check import Check
-from eagle3_train.preflight.placement import Cluster, Placement, cluster_of, place
+from eagle3_train.preflight.placement import cluster_of, place
 from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import TargetFacts, bytes_per_token, resolve_boundaries
 
@@ -29,72 +28,47 @@ UPLOAD_LIMIT = 100 * 1024**2
 _ENGINE_OVERHEAD = 3 * 1024**3
 
 
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """Numbers of a run, in bytes and tokens; per GPU where it says so. What depends on an unknown is None."""
+    """Numbers of a run, in bytes and tokens; per GPU or worker where it says so. What depends on an unknown is None."""
 
-    bytes_per_token: int
-    dump_bytes: int | None
-    window_bytes: int
-    weights_per_gpu: int
-    kv_per_token: int
-    states_per_token: int
-    engine_per_gpu: int
-    kv_tokens: int
-    drafter_parameters: int
-    optimiser_per_worker: int
-    activations_per_worker: int
-    trainer_per_worker: int
-    checkpoint_bytes: int
-    cluster: Cluster
-    placed: Placement | None
-    capture_hours: float | None
-    train_hours: float | None
+    def __init__(self, config: JobConfig, facts: TargetFacts) -> None:
+        """Raises ValueError when target and drafter do not go together."""
+        spec = drafter_spec(facts, config.drafter)
+        engine, train = config.engine, config.train
+        taps = len(resolve_boundaries(config.drafter.aux_layers, facts.num_layers))
+        self.cluster = cluster_of(config)
+        self.placed = place(config, self.cluster)
 
+        self.bytes_per_token = row = bytes_per_token(facts.hidden_size, taps, config.stream.dtype)
+        self.window_bytes = train.workers * train.accumulation * config.stream.tokens_per_pack * row
+        self.samples = config.preflight.samples or config.corpus.limit
+        self.mean_tokens = config.preflight.mean_tokens or config.corpus.max_len
+        tokens = self.samples and self.samples * self.mean_tokens
+        self.dump_bytes = tokens and tokens * row
 
-def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
-    """The run's numbers. Raises ValueError when target and drafter do not go together."""
-    spec = drafter_spec(facts, config.drafter)
-    engine, train = config.engine, config.train
-    taps = len(resolve_boundaries(config.drafter.aux_layers, facts.num_layers))
-    row = bytes_per_token(facts.hidden_size, taps, config.stream.dtype)
-    samples = _samples(config)
-    tokens = samples and samples * (config.preflight.mean_tokens or config.corpus.max_len)
-    cluster = cluster_of(config)
-    itemsize = _itemsize(engine.dtype)
-    weights = _weight_bytes(facts, itemsize) // engine.tensor_parallel
-    kv = _kv_per_token(facts, engine.tensor_parallel, itemsize)
-    states = facts.hidden_size * taps * itemsize
-    fixed = weights + _engine_working_bytes(config, facts, itemsize)
-    room = int((cluster.gpu_memory or 0) * engine.gpu_memory_utilization) - fixed
-    cache = engine.kv_cache_bytes or max(room, 0)
-    parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
-    states_of_training, activations, frozen = _trainer_bytes(config, facts, spec, parameters, row)
-    cached = min(1.0, config.stream.cache_bytes / (tokens * row)) if tokens else 0.0
-    captures = 1 + (train.epochs // config.stream.replay - 1) * (1 - cached)
-    return Plan(
-        bytes_per_token=row,
-        dump_bytes=tokens and tokens * row,
-        window_bytes=train.workers * train.accumulation * config.stream.tokens_per_pack * row,
-        weights_per_gpu=weights,
-        kv_per_token=kv,
-        states_per_token=states,
-        engine_per_gpu=fixed + cache,
-        kv_tokens=cache // (kv + states),
-        drafter_parameters=parameters,
-        optimiser_per_worker=states_of_training,
-        activations_per_worker=activations,
-        trainer_per_worker=states_of_training + activations + frozen,
-        checkpoint_bytes=(train.keep_checkpoints + 1) * 12 * parameters,
-        cluster=cluster,
-        placed=place(config, cluster),
-        capture_hours=_hours(
-            tokens, captures, config.preflight.capture_tokens_per_s, engine.replicas
-        ),
-        train_hours=_hours(
-            tokens, train.epochs, config.preflight.train_tokens_per_s, train.workers
-        ),
-    )
+        itemsize = _itemsize(engine.dtype)
+        self.weights_per_gpu = _weight_bytes(facts, itemsize) // engine.tensor_parallel
+        self.kv_per_token = _kv_per_token(facts, engine.tensor_parallel, itemsize)
+        self.states_per_token = facts.hidden_size * taps * itemsize
+        fixed = self.weights_per_gpu + _engine_working_bytes(config, facts, itemsize)
+        room = int((self.cluster.gpu_memory or 0) * engine.gpu_memory_utilization) - fixed
+        cache = engine.kv_cache_bytes or max(room, 0)
+        self.engine_per_gpu = fixed + cache
+        self.kv_tokens = cache // (self.kv_per_token + self.states_per_token)
+
+        parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
+        optimiser, activations, frozen = _trainer_bytes(config, facts, spec, parameters, row)
+        self.drafter_parameters = parameters
+        self.optimiser_per_worker = optimiser
+        self.activations_per_worker = activations
+        self.trainer_per_worker = optimiser + activations + frozen
+        self.checkpoint_bytes = (train.keep_checkpoints + 1) * 12 * parameters
+
+        cached = min(1.0, config.stream.cache_bytes / (tokens * row)) if tokens else 0.0
+        captures = 1 + (train.epochs // config.stream.replay - 1) * (1 - cached)
+        rates = config.preflight
+        self.capture_hours = _hours(tokens, captures, rates.capture_tokens_per_s, engine.replicas)
+        self.train_hours = _hours(tokens, train.epochs, rates.train_tokens_per_s, train.workers)
 
 
 def plan_checks(config: JobConfig, facts: TargetFacts, plan: Plan, package: Path) -> list[Check]:
@@ -161,10 +135,6 @@ def package_bytes(directory: Path) -> int:
     return sum(path.stat().st_size for path in found if path.is_file())
 
 
-def _samples(config: JobConfig) -> int | None:
-    return config.preflight.samples or config.corpus.limit
-
-
 def _itemsize(dtype: str) -> int:
     return 4 if dtype == "float32" else 2
 
@@ -203,13 +173,13 @@ def _hours(tokens: int | None, times: float, rate: float | None, workers: int) -
 
 
 def _dump(config: JobConfig, plan: Plan) -> Check:
-    samples, tokens = _samples(config), config.preflight.mean_tokens or config.corpus.max_len
     budget = _size(config.stream.max_bytes_in_flight)
     reason = f"{plan.bytes_per_token / 1024:g} KiB per token; the stream holds {budget}; "
-    if samples is None or plan.dump_bytes is None:
+    if plan.samples is None or plan.dump_bytes is None:
         reason += "how many samples there are is not known (preflight.samples)"
     else:
-        reason += f"a full dump of {samples:,} samples x {tokens:,} tokens would weigh {_size(plan.dump_bytes)}"
+        samples = f"{plan.samples:,} samples x {plan.mean_tokens:,} tokens"
+        reason += f"a full dump of {samples} would weigh {_size(plan.dump_bytes)}"
     return Check("bytes_per_token", "ok", reason)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from eagle3_train.config import JobConfig
 from eagle3_train.engines.resolve import Resolution, engine_index, resolve_target
 from eagle3_train.preflight.check import Check, failed, table
-from eagle3_train.preflight.plan import Plan, make_plan, plan_checks
+from eagle3_train.preflight.plan import Plan, plan_checks
 from eagle3_train.preflight.static import static_checks
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log
@@ -63,10 +63,10 @@ class Report:
                 for depth, checks in self.depths.items()
                 for check in checks
             ],
-            "engines": [asdict(engine) for engine in self.engines],
-            "plan": asdict(self.plan) if self.plan else None,
+            "engines": self.engines,
+            "plan": self.plan and vars(self.plan),
         }
-        return json.dumps(content, indent=1)
+        return json.dumps(content, indent=1, default=asdict)
 
     def text(self) -> str:
         """The report for people."""
@@ -100,7 +100,7 @@ def run(config: JobConfig, depth: Depth, package: Path) -> Report:
         report.depths["static"].append(Check("serve_sglang", "fail", reason, fix))
     try:
         report.boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
-        report.plan = make_plan(config, facts)
+        report.plan = Plan(config, facts)
         if depth != "static":
             report.depths["plan"] = plan_checks(config, facts, report.plan, package)
     except ValueError as error:
