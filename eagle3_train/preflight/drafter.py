@@ -1,4 +1,4 @@
-"""Static depth, drafter's half: the layers it reads, its rotary embedding, its class, its reach, its rival."""
+"""Static depth, drafter's half: the layers it reads, its class, its reach, its rival."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from eagle3_train.drafter.checkpoint_format import (
     read_tensors,
     sglang_layer_ids,
 )
-from eagle3_train.drafter.spec import RopeSpec
+from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.engines.resolve import EngineIndex, Resolution
-from eagle3_train.preflight.check import Check, attempt
+from eagle3_train.preflight.check import Check, Verdict, attempt
 from eagle3_train.rundir import reading
 from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import TargetFacts, resolve_boundaries
@@ -69,24 +69,13 @@ def _check_warm_start(
         )
 
 
-def rope(facts: TargetFacts) -> Check:
-    """Whether the target's rotary embedding can be copied into the drafter."""
-
-    def describe() -> str:
-        spec = RopeSpec.from_parameters(facts.rope)
-        stretch = f" x{spec.factor:g}" if spec.factor != 1 else ""
-        return f"{spec.rope_type}{stretch}, theta {spec.theta:g}, copied into the drafter"
-
-    return attempt("rope", "this rotary embedding has no drafter yet", describe)
-
-
 def drafter(config: JobConfig, facts: TargetFacts, engines: Sequence[EngineIndex]) -> list[Check]:
-    """Whether the drafter can be built, and whether each engine knows its class and switches."""
+    """Whether the drafter can be built, each engine knows its class and switches, and its sizes suit training."""
     try:
         spec = drafter_spec(facts, config.drafter)
     except ValueError as error:
         return [Check("drafter", "fail", str(error), "change the drafter section")]
-    checks = []
+    checks = _servable(config, spec, engines)
     if spec.intermediate_size < spec.hidden_size:
         reason = (
             f"intermediate_size {spec.intermediate_size} (an expert's width) is below hidden_size"
@@ -102,24 +91,29 @@ def drafter(config: JobConfig, facts: TargetFacts, engines: Sequence[EngineIndex
     elif config.train.fp8 and not config.train.gpus_per_worker:
         reason = "workers without a GPU emulate train.fp8: the same rounding, multiplied in float32, so slower than without"
         checks.append(Check("fp8", "warn", reason, "set train.fp8=false, or give workers a GPU"))
+    return checks
+
+
+def _servable(config: JobConfig, spec: DrafterSpec, engines: Sequence[EngineIndex]) -> list[Check]:
+    """What each engine lacks, or what the drafter is; engines[0] captures, too."""
     architecture = MLA if spec.attention == "mla" else LLAMA
     wanted = {switch for switch in SWITCHES if getattr(config.drafter, switch)}
+    checks = []
     for index in engines:
         known = index.find(architecture)
         lacks = wanted - set(known.options) if known else {architecture}
         if known and "deepseek_yarn" in known.options and spec.rope.rope_type != "yarn":
             lacks.add(f"{architecture} with {spec.rope.rope_type} RoPE (it takes YaRN only)")
         if lacks:
-            checks.append(
-                Check(
-                    "drafter",
-                    "fail" if index is engines[0] else "warn",
-                    f"{index.engine} {index.version} does not serve {', '.join(sorted(lacks))}",
-                    "leave it out of the drafter section, or serve with another version",
-                )
-            )
+            reason = f"{index.engine} {index.version} does not serve {', '.join(sorted(lacks))}"
+            fix = "leave it out of the drafter section, or serve with another version"
+            verdict: Verdict = "fail" if index is engines[0] else "warn"
+            checks.append(Check("drafter", verdict, reason, fix))
     shape = f"{spec.num_heads} heads ({spec.num_kv_heads} kv) of {spec.head_dim}, MLP {spec.intermediate_size}"
-    return checks or [Check("drafter", "ok", f"{architecture}: {shape}, {spec.num_aux} aux states")]
+    stretch = f" x{spec.rope.factor:g}" if spec.rope.factor != 1 else ""
+    rope = f"{spec.rope.rope_type}{stretch} RoPE of theta {spec.rope.theta:g}, as the target's"
+    reason = f"{architecture}: {shape}, {spec.num_aux} aux states, {rope}"
+    return checks or [Check("drafter", "ok", reason)]
 
 
 def positions(config: JobConfig, facts: TargetFacts) -> Check:

@@ -13,7 +13,6 @@ from eagle3_train.preflight.drafter import (
     drafter,
     evaluate_against,
     positions,
-    rope,
 )
 from eagle3_train.preflight.text import corpus, tokenizer
 from eagle3_train.target.facts import INDEX, TargetFacts
@@ -39,7 +38,6 @@ def static_checks(
         *weights(facts),
         corpus(config),
         *tokenizer(config, facts),
-        rope(facts),
         *drafter(config, facts, engines),
         positions(config, facts),
         tensor_parallel(config, facts),
@@ -74,33 +72,27 @@ def engine_class(facts: TargetFacts, found: Resolution) -> Check:
     engine = f"{found.engine} {found.version} ({found.origin})"
     if found.backend == "unsupported":
         asked = ", ".join(facts.architectures) or "a config.json without architectures"
-        return Check(
-            "engine_class",
-            "fail",
-            f"{engine} has no class for {asked}, neither has transformers, and the target ships no code that "
-            "an engine could run",
-            "use an engine version that knows it (preflight.vllm_version)",
+        reason = (
+            f"{engine} has no class for {asked}, neither has transformers, and the target ships no code that an "
+            "engine could run"
         )
+        fix = "use an engine version that knows it (preflight.vllm_version)"
+        return Check("engine_class", "fail", reason, fix)
     if found.backend == "transformers":
-        return Check(
-            "engine_class",
-            "warn",
+        reason = (
             f"{engine} would run it on its Transformers backend as {found.resolved_class}: slower than a native "
-            "class, and only the live depth proves its states",
-            "run the live depth before anything long",
+            "class, and only the live depth proves its states"
         )
+        return Check("engine_class", "warn", reason, "run the live depth before anything long")
     return Check("engine_class", "ok", f"{engine} loads {found.resolved_class}")
 
 
 def remote_code(config: JobConfig, facts: TargetFacts, found: Resolution) -> Check:
     """Whether the target's own Python files would run, and whether that was agreed to."""
     if found.needs_code and not config.target.trust_remote_code:
-        return Check(
-            "remote_code",
-            "fail",
-            f"the model would execute {', '.join(sorted(set(facts.auto_map.values())))}",
-            "read those files, then set target.trust_remote_code=true",
-        )
+        reason = f"the model would execute {', '.join(sorted(set(facts.auto_map.values())))}"
+        fix = "read those files, then set target.trust_remote_code=true"
+        return Check("remote_code", "fail", reason, fix)
     if config.target.trust_remote_code:
         return Check("remote_code", "warn", "target.trust_remote_code=true: its files may run")
     return Check("remote_code", "ok", "the model needs no code of its own, and none is run")
@@ -122,13 +114,11 @@ def capture(config: JobConfig, found: Resolution, serves: Sequence[Resolution]) 
     reason = f"{name} in {found.engine} {found.version} does not implement SupportsEagle3, so its layers cannot be tapped"
     if able:
         reason += f"; {', '.join(able)} could serve a drafter of it, but does not capture"
-    return Check(
-        "capture",
-        "fail",
-        reason,
+    fix = (
         f"set target.tap_by_hooks={name} and engine.enforce_eager=true to read its layers with forward hooks, or "
-        "use a vLLM version whose class implements it",
+        "use a vLLM version whose class implements it"
     )
+    return Check("capture", "fail", reason, fix)
 
 
 def serving(found: Resolution) -> Check:
