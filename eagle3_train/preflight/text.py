@@ -60,6 +60,7 @@ def tokenizer(config: JobConfig, facts: TargetFacts) -> list[Check]:
         renderer = Renderer.load(
             str(directory), config.target.trust_remote_code, config.corpus.template_kwargs
         )
+        same = _same_tokenizer(renderer, config, facts)
     except ValueError as error:
         fix = "repair it, or name another in target.tokenizer"
         code = _own_code(directory)
@@ -67,7 +68,7 @@ def tokenizer(config: JobConfig, facts: TargetFacts) -> list[Check]:
             fix = f"read {code}, then set target.trust_remote_code=true; or {fix}"
         return [Check("tokenizer", "fail", str(error), fix), evaluate_sources(config, None)]
     return [
-        _same_tokenizer(renderer, config, facts),
+        same,
         _template(renderer),
         draft_vocabulary(config, facts, renderer),
         evaluate_sources(config, renderer),
@@ -89,29 +90,28 @@ def _has_tokenizer(directory: Path) -> bool:
 
 
 def _same_tokenizer(renderer: Renderer, config: JobConfig, facts: TargetFacts) -> Check:
+    """Whether the tokenizer is the target's. Raises ValueError when the target's own cannot be read."""
     vocabulary = renderer.tokenizer.get_vocab()
     ids, rows = max(vocabulary.values()) + 1, facts.vocab_size
-    fix = "point target.tokenizer at the target's own tokenizer"
+    special = renderer.tokenizer.added_tokens_decoder
+    wrong = odd = ""
     if ids > rows:
-        reason = f"wrong tokenizer: it has id {ids - 1}, the target's vocabulary ends at {rows - 1}"
-        return Check("tokenizer", "fail", reason, fix)
-    beyond = [id for id in facts.special_ids if id >= ids]
-    if beyond:
-        reason = f"wrong tokenizer: config.json names BOS or EOS {beyond}, it ends at {ids - 1}"
-        return Check("tokenizer", "fail", reason, fix)
-    if config.target.tokenizer is not None and _has_tokenizer(facts.path):
+        wrong = f"it has id {ids - 1}, the target's vocabulary ends at {rows - 1}"
+    elif beyond := [id for id in facts.special_ids if id >= ids]:
+        wrong = f"config.json names BOS or EOS {beyond}, it ends at {ids - 1}"
+    elif config.target.tokenizer is not None and _has_tokenizer(facts.path):
         own = load_tokenizer(str(facts.path), config.target.trust_remote_code)
         if own.get_vocab() != vocabulary:
-            reason = f"wrong tokenizer: {config.target.tokenizer} and {facts.path} number tokens differently"
-            return Check("tokenizer", "fail", reason, fix)
-    special = renderer.tokenizer.added_tokens_decoder
-    plain = [id for id in facts.special_ids if id not in special]
-    if plain:
-        reason = f"config.json names BOS or EOS {plain}, ordinary tokens of this tokenizer"
-        return Check("tokenizer", "warn", reason, "make sure that it is the target's own")
-    if ids < 0.9 * rows:
-        reason = f"{ids} ids for a vocabulary of {rows}"
-        return Check("tokenizer", "warn", reason, "make sure that it is the target's own")
+            wrong = f"{config.target.tokenizer} and {facts.path} number tokens differently"
+    if wrong:
+        fix = "point target.tokenizer at the target's own tokenizer"
+        return Check("tokenizer", "fail", f"wrong tokenizer: {wrong}", fix)
+    if plain := [id for id in facts.special_ids if id not in special]:
+        odd = f"config.json names BOS or EOS {plain}, ordinary tokens of this tokenizer"
+    elif ids < 0.9 * rows:
+        odd = f"{ids} ids for a vocabulary of {rows}"
+    if odd:
+        return Check("tokenizer", "warn", odd, "make sure that it is the target's own")
     return Check("tokenizer", "ok", f"{ids} ids of {rows}")
 
 
