@@ -57,11 +57,10 @@ class Plan:
         self.kv_tokens = cache // (self.kv_per_token + self.states_per_token)
 
         parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
-        optimiser, activations, frozen = _trainer_bytes(config, facts, spec, parameters, row)
+        training = _trainer_bytes(config, facts, spec, parameters, row)
         self.drafter_parameters = parameters
-        self.optimiser_per_worker = optimiser
-        self.activations_per_worker = activations
-        self.trainer_per_worker = optimiser + activations + frozen
+        self.optimiser_per_worker, self.activations_per_worker, _ = training
+        self.trainer_per_worker = sum(training)
         self.checkpoint_bytes = (train.keep_checkpoints + 1) * 12 * parameters
 
         cached = min(1.0, config.stream.cache_bytes / (tokens * row)) if tokens else 0.0
@@ -71,8 +70,10 @@ class Plan:
         self.train_hours = _hours(tokens, train.epochs, rates.train_tokens_per_s, train.workers)
 
 
-def plan_checks(config: JobConfig, facts: TargetFacts, plan: Plan, package: Path) -> list[Check]:
-    """Every arithmetic check; `package` is the directory that `ray job submit` would upload."""
+def plan_checks(
+    config: JobConfig, facts: TargetFacts, plan: Plan, package: Path | None
+) -> list[Check]:
+    """Every arithmetic check; `package` is the directory that `ray job submit` would upload, if it is still to be."""
     return [
         _dump(config, plan),
         _stream(config, plan),
@@ -80,7 +81,7 @@ def plan_checks(config: JobConfig, facts: TargetFacts, plan: Plan, package: Path
         _engine_memory(config, facts, plan),
         _trainer_memory(config, plan),
         _disk(config, plan),
-        _package(package),
+        *([_package(package)] if package else []),
         _rates(config, plan),
     ]
 
@@ -238,9 +239,9 @@ def _trainer_memory(config: JobConfig, plan: Plan) -> Check:
         if trainers
     ]
     left, engines, trainers = min(spare, default=(memory - need, 0, 1))
-    reason += f"; {trainers} on a GPU of {_size(memory)}" + f" beside {engines} engines" * bool(
-        engines
-    )
+    reason += f"; {trainers} on a GPU of {_size(memory)}"
+    if engines:
+        reason += f" beside {engines} engines"
     if left < 0:
         fix = (
             "lower stream.tokens_per_pack or engine.gpu_memory_utilization, use more train.workers, or raise "

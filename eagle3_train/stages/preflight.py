@@ -73,8 +73,8 @@ class Report:
         return "\n".join(table(depth, checks) for depth, checks in self.depths.items())
 
 
-def run(config: JobConfig, depth: Depth, package: Path) -> Report:
-    """Run every depth up to `depth`; `package` is the directory the job would upload.
+def run(config: JobConfig, depth: Depth, package: Path | None = None) -> Report:
+    """Run every depth up to `depth`; `package` is the directory the job would upload, None inside a job.
 
     The live depth does not start when an earlier check blocks.
     """
@@ -176,7 +176,7 @@ def require(config: JobConfig) -> None:
 
     from eagle3_train.preflight.nodes import object_store
 
-    report = run(config, "plan", Path.cwd())
+    report = run(config, "plan")
     if ray.is_initialized():
         store = object_store(config.stream.max_bytes_in_flight)
         report.depths.setdefault("plan", []).append(store)

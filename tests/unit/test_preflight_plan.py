@@ -82,6 +82,8 @@ def test_a_package_over_the_upload_limit_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "UPLOAD_LIMIT", 1999)
     check = verdicts(config(tmp_path), facts("llama-3.1-8b", tmp_path), package)["package_size"]
     assert check.verdict == "fail"
+    inside_a_job = verdicts(config(tmp_path), facts("llama-3.1-8b", tmp_path), None)
+    assert "package_size" not in inside_a_job
 
 
 def test_a_package_is_weighed_as_ray_packs_it(tmp_path):
