@@ -1,4 +1,4 @@
-"""Static depth, drafter's half: the layers it reads, its class, its reach, its rival."""
+"""Static depth, drafter's half: the layers it reads, its class and reach, and the other drafter it is compared with."""
 
 from __future__ import annotations
 
