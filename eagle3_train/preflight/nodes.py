@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from eagle3_train.preflight.check import Check
 from eagle3_train.provenance import versions
-
-
-def connected_nodes() -> tuple[tuple[int, float | None], ...]:
-    """(GPUs, CPUs) of each alive node of the connected cluster; empty without one."""
-    if not ray.is_initialized():
-        return ()
-    found = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return tuple((int(node.get("GPU", 0)), node.get("CPU", 0.0)) for node in found)
+from eagle3_train.stream.nodes import on
 
 
 def node_versions() -> Check:
     """Ask every alive node of the connected cluster."""
-    ask = ray.remote(versions)
     nodes = [node for node in ray.nodes() if node["Alive"]]
-    answers = [
-        ask.options(
-            num_cpus=0,
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
-        ).remote()
-        for node in nodes
-    ]
+    ask = ray.remote(versions)
+    answers = ray.get([ask.options(**on(node["NodeID"])).remote() for node in nodes])
     names = [f"{node['NodeManagerAddress']} ({node['NodeID'][:6]})" for node in nodes]
-    found = dict(zip(names, ray.get(answers), strict=True))
-    return compare_versions(found)
+    return compare_versions(dict(zip(names, answers, strict=True)))
 
 
 def object_store(max_bytes_in_flight: int) -> Check:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 import torch
 
@@ -38,26 +39,13 @@ class Placement:
 @dataclass(slots=True)
 class _Gpu:
     free: float = 1.0
-    engines: int = 0
-    trainers: int = 0
+    holds: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(slots=True)
 class _Node:
     gpus: list[_Gpu]
     cpus: float
-
-    def take(self, share: float, times: int, cpus: float) -> list[_Gpu] | None:
-        """The GPUs of a process that now sits here, with `times` shares (or whole GPUs); None without room."""
-        each, count = min(1.0, share), math.ceil(times * max(1.0, share)) if share else 0
-        fullest_first = sorted(self.gpus, key=lambda gpu: gpu.free)
-        taken = [gpu for gpu in fullest_first if gpu.free >= each - _EPS][:count]
-        if cpus > self.cpus + _EPS or len(taken) < count:
-            return None
-        self.cpus -= cpus
-        for gpu in taken:
-            gpu.free -= each
-        return taken
 
 
 def cluster_of(config: JobConfig) -> Cluster:
@@ -67,10 +55,12 @@ def cluster_of(config: JobConfig) -> Cluster:
     if memory is None and here:
         memory = torch.cuda.get_device_properties(0).total_memory
     if "ray" in sys.modules:  # else nothing can be connected, and the import takes seconds
-        from eagle3_train.preflight.nodes import connected_nodes
+        import ray
 
-        if nodes := connected_nodes():
-            return Cluster(nodes, memory)
+        if ray.is_initialized():
+            alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+            has = tuple((int(node.get("GPU", 0)), node.get("CPU", 0.0)) for node in alive)
+            return Cluster(has, memory)
     if count is None and not here:
         return Cluster(None, memory)
     return Cluster(((here if count is None else count, None),) * config.preflight.nodes, memory)
@@ -84,51 +74,56 @@ def place(config: JobConfig, cluster: Cluster) -> Placement | None:
         _Node([_Gpu() for _ in range(gpus)], math.inf if cpus is None else cpus)
         for gpus, cpus in cluster.nodes
     ]
+    waiting: Counter[str] = Counter()
+
+    def start(kind: str, share: float, times: int, cpus: float) -> None:
+        """Take `times` shares (or whole GPUs) of a node."""
+        each, count = min(1.0, share), math.ceil(times * max(1.0, share)) if share else 0
+        for node in nodes:
+            fullest_first = sorted(node.gpus, key=lambda gpu: gpu.free)
+            fitting = [gpu for gpu in fullest_first if gpu.free >= each - _EPS][:count]
+            if cpus <= node.cpus + _EPS and len(fitting) == count:
+                node.cpus -= cpus
+                for gpu in fitting:
+                    gpu.free -= each
+                    gpu.holds[kind] += 1
+                return
+        waiting[kind] += 1
+
     engine, train = config.engine, config.train
-
-    def start(share: float, times: int, cpus: float) -> list[_Gpu] | None:
-        taken = (node.take(share, times, cpus) for node in nodes)
-        return next((found for found in taken if found is not None), None)
-
-    ranks, share = engine.tensor_parallel, engine.gpus_per_worker
-    engines = [start(share, ranks, engine.cpus) for _ in range(engine.replicas)]
-    trainers = [
-        start(train.gpus_per_worker, 1, train.cpus_per_worker) for _ in range(train.workers)
-    ]
-    for gpu in (gpu for found in engines for gpu in found or ()):
-        gpu.engines += 1
-    for gpu in (gpu for found in trainers for gpu in found or ()):
-        gpu.trainers += 1
-    occupied = tuple((gpu.engines, gpu.trainers) for node in nodes for gpu in node.gpus)
-    return Placement(occupied, (engines.count(None), trainers.count(None)))
+    for _ in range(engine.replicas):
+        start("engine", engine.gpus_per_worker, engine.tensor_parallel, engine.cpus)
+    for _ in range(train.workers):
+        start("trainer", train.gpus_per_worker, 1, train.cpus_per_worker)
+    on_gpus = [gpu.holds for node in nodes for gpu in node.gpus]
+    return Placement(
+        tuple((holds["engine"], holds["trainer"]) for holds in on_gpus),
+        (waiting["engine"], waiting["trainer"]),
+    )
 
 
 def check(config: JobConfig, cluster: Cluster, placed: Placement | None) -> Check:
     """Whether every engine and trainer finds room."""
     engine, train = config.engine, config.train
-    for name, share, workers in (
-        ("engine", engine.gpus_per_worker, engine.tensor_parallel),
-        ("train", train.gpus_per_worker, 1),
-    ):
-        if share % 1 and share > 1:
-            reason = f"{name}.gpus_per_worker={share:g}: a share is at most one GPU"
+    ranks, share = engine.tensor_parallel, engine.gpus_per_worker
+    for name, gpus in (("engine", share), ("train", train.gpus_per_worker)):
+        if gpus > 1 and gpus % 1:
+            reason = f"{name}.gpus_per_worker={gpus:g}: a share is at most one GPU"
             return Check("placement", "fail", reason, "use whole GPUs")
-        if workers > 1 and 0 < share <= 0.5:
-            reason = f"{name}.gpus_per_worker={share:g} with engine.tensor_parallel={workers}: two ranks would meet on a GPU"
-            return Check("placement", "fail", reason, "give each rank more than half a GPU")
-    per_replica = engine.tensor_parallel * engine.gpus_per_worker
+    if ranks > 1 and 0 < share <= 0.5:
+        reason = f"engine.gpus_per_worker={share:g} with engine.tensor_parallel={ranks}: two ranks would meet on a GPU"
+        return Check("placement", "fail", reason, "give each rank more than half a GPU")
     needs = (
-        f"{engine.replicas} engines of {per_replica:g} GPUs and {engine.cpus:g} CPUs, {train.workers} trainers "
+        f"{engine.replicas} engines of {ranks * share:g} GPUs and {engine.cpus:g} CPUs, {train.workers} trainers "
         f"of {train.gpus_per_worker:g} and {train.cpus_per_worker:g}"
     )
     if cluster.nodes is None or placed is None:
-        if per_replica or train.gpus_per_worker:
+        if share or train.gpus_per_worker:
             return Check("placement", "warn", f"{needs}; the nodes are not known", ASK)
         return Check("placement", "ok", f"{needs}: on CPU")
-    kinds = {node: cluster.nodes.count(node) for node in cluster.nodes}
     have = ", ".join(
         f"{count} x {gpus} GPUs" + (f" and {cpus:g} CPUs" if cpus is not None else "")
-        for (gpus, cpus), count in kinds.items()
+        for (gpus, cpus), count in Counter(cluster.nodes).items()
     )
     if any(placed.waiting):
         waits = f"{placed.waiting[0]} engines and {placed.waiting[1]} trainers find no room"

@@ -11,7 +11,6 @@ import math
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 from eagle3_train.config import JobConfig
@@ -19,101 +18,70 @@ from eagle3_train.drafter.checkpoint_format import expected_tensors
 from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.preflight import placement
 from eagle3_train.preflight.check import Check
-from eagle3_train.preflight.placement import Cluster, Placement, cluster_of, place
+from eagle3_train.preflight.placement import cluster_of, place
 from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import TargetFacts, bytes_per_token, resolve_boundaries
 
-GIB = 1024**3
 # Largest job package that `ray job submit` takes.
 UPLOAD_LIMIT = 100 * 1024**2
 # CUDA context, workspaces, NCCL buffers of one engine process.
-_ENGINE_OVERHEAD = 3 * GIB
+_ENGINE_OVERHEAD = 3 * 1024**3
 
 
-@dataclass(frozen=True, slots=True)
 class Plan:
-    """Numbers of a run, in bytes and tokens; per GPU where it says so. What depends on an unknown is None."""
+    """Numbers of a run, in bytes and tokens; per GPU or worker where it says so. What depends on an unknown is None."""
 
-    bytes_per_token: int
-    dump_bytes: int | None
-    window_bytes: int
-    in_flight_bytes: int
-    weights_per_gpu: int
-    kv_per_token: int
-    states_per_token: int
-    engine_per_gpu: int
-    kv_tokens: int
-    drafter_parameters: int
-    optimiser_per_worker: int
-    activations_per_worker: int
-    trainer_per_worker: int
-    checkpoint_bytes: int
-    engine_gpus: float
-    train_gpus: float
-    cluster: Cluster
-    placed: Placement | None
-    capture_hours: float | None
-    train_hours: float | None
+    def __init__(self, config: JobConfig, facts: TargetFacts) -> None:
+        """Raises ValueError when target and drafter do not go together."""
+        spec = drafter_spec(facts, config.drafter)
+        engine, train = config.engine, config.train
+        taps = len(resolve_boundaries(config.drafter.aux_layers, facts.num_layers))
+        self.cluster = cluster_of(config)
+        self.placed = place(config, self.cluster)
 
+        self.bytes_per_token = row = bytes_per_token(facts.hidden_size, taps, config.stream.dtype)
+        self.window_bytes = train.workers * train.accumulation * config.stream.tokens_per_pack * row
+        self.samples = config.preflight.samples or config.corpus.limit
+        self.mean_tokens = config.preflight.mean_tokens or config.corpus.max_len
+        tokens = self.samples and self.samples * self.mean_tokens
+        self.dump_bytes = tokens and tokens * row
 
-def make_plan(config: JobConfig, facts: TargetFacts) -> Plan:
-    """The run's numbers. Raises ValueError when target and drafter do not go together."""
-    spec = drafter_spec(facts, config.drafter)
-    engine, train = config.engine, config.train
-    taps = len(resolve_boundaries(config.drafter.aux_layers, facts.num_layers))
-    row = bytes_per_token(facts.hidden_size, taps, config.stream.dtype)
-    samples = _samples(config)
-    tokens = samples and samples * (config.preflight.mean_tokens or config.corpus.max_len)
-    cluster = cluster_of(config)
-    itemsize = _itemsize(engine.dtype)
-    weights = _weight_bytes(facts, itemsize) // engine.tensor_parallel
-    kv = _kv_per_token(facts, engine.tensor_parallel, itemsize)
-    states = facts.hidden_size * taps * itemsize
-    fixed = weights + _engine_working_bytes(config, facts, itemsize)
-    room = int((cluster.gpu_memory or 0) * engine.gpu_memory_utilization) - fixed
-    cache = engine.kv_cache_bytes or max(room, 0)
-    parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
-    states_of_training, activations, frozen = _trainer_bytes(config, facts, spec, parameters, row)
-    cached = min(1.0, config.stream.cache_bytes / (tokens * row)) if tokens else 0.0
-    captures = 1 + (train.epochs // config.stream.replay - 1) * (1 - cached)
-    return Plan(
-        bytes_per_token=row,
-        dump_bytes=tokens and tokens * row,
-        window_bytes=train.workers * train.accumulation * config.stream.tokens_per_pack * row,
-        in_flight_bytes=config.stream.max_bytes_in_flight,
-        weights_per_gpu=weights,
-        kv_per_token=kv,
-        states_per_token=states,
-        engine_per_gpu=fixed + cache,
-        kv_tokens=cache // (kv + states),
-        drafter_parameters=parameters,
-        optimiser_per_worker=states_of_training,
-        activations_per_worker=activations,
-        trainer_per_worker=states_of_training + activations + frozen,
-        checkpoint_bytes=(train.keep_checkpoints + 1) * 12 * parameters,
-        engine_gpus=engine.replicas * engine.tensor_parallel * engine.gpus_per_worker,
-        train_gpus=train.workers * train.gpus_per_worker,
-        cluster=cluster,
-        placed=place(config, cluster),
-        capture_hours=_hours(
-            tokens, captures, config.preflight.capture_tokens_per_s, engine.replicas
-        ),
-        train_hours=_hours(
-            tokens, train.epochs, config.preflight.train_tokens_per_s, train.workers
-        ),
-    )
+        itemsize = _itemsize(engine.dtype)
+        self.weights_per_gpu = _weight_bytes(facts, itemsize) // engine.tensor_parallel
+        self.kv_per_token = _kv_per_token(facts, engine.tensor_parallel, itemsize)
+        self.states_per_token = facts.hidden_size * taps * itemsize
+        fixed = self.weights_per_gpu + _engine_working_bytes(config, facts, itemsize)
+        room = int((self.cluster.gpu_memory or 0) * engine.gpu_memory_utilization) - fixed
+        cache = engine.kv_cache_bytes or max(room, 0)
+        self.engine_per_gpu = fixed + cache
+        self.kv_tokens = cache // (self.kv_per_token + self.states_per_token)
+
+        parameters = sum(math.prod(shape) for shape in expected_tensors(spec).values())
+        training = _trainer_bytes(config, facts, spec, parameters, row)
+        self.drafter_parameters = parameters
+        self.optimiser_per_worker, self.activations_per_worker, _ = training
+        self.trainer_per_worker = sum(training)
+        self.checkpoint_bytes = (train.keep_checkpoints + 1) * 12 * parameters
+
+        cached = min(1.0, config.stream.cache_bytes / (tokens * row)) if tokens else 0.0
+        captures = 1 + (train.epochs // config.stream.replay - 1) * (1 - cached)
+        rates = config.preflight
+        self.capture_hours = _hours(tokens, captures, rates.capture_tokens_per_s, engine.replicas)
+        self.train_hours = _hours(tokens, train.epochs, rates.train_tokens_per_s, train.workers)
 
 
-def plan_checks(config: JobConfig, facts: TargetFacts, plan: Plan, package: Path) -> list[Check]:
-    """Every arithmetic check; `package` is the directory that `ray job submit` would upload."""
+def plan_checks(
+    config: JobConfig, facts: TargetFacts, plan: Plan, package: Path | None
+) -> list[Check]:
+    """Every arithmetic check; `package` is the directory that `ray job submit` would upload, if it is still to be."""
     return [
         _dump(config, plan),
-        _stream(plan),
+        _stream(config, plan),
         placement.check(config, plan.cluster, plan.placed),
         _engine_memory(config, facts, plan),
-        _trainer_memory(plan),
+        _trainer_memory(config, plan),
         _disk(config, plan),
-        _package(package),
+        *([_package(package)] if package else []),
         _rates(config, plan),
     ]
 
@@ -161,20 +129,11 @@ def package_bytes(directory: Path) -> int:
     from ray._private.ray_constants import get_runtime_env_default_excludes
     from ray._private.runtime_env.packaging import _dir_travel, _get_excludes
 
-    sizes: list[int] = []
-
-    def add(path: Path) -> None:
-        if path.is_file():
-            sizes.append(path.stat().st_size)
-
+    found: list[Path] = []
     left_out = [_get_excludes(directory, get_runtime_env_default_excludes())]
     quiet = logging.Logger("preflight", logging.ERROR)
-    _dir_travel(directory.absolute(), left_out, add, include_gitignore=True, logger=quiet)
-    return sum(sizes)
-
-
-def _samples(config: JobConfig) -> int | None:
-    return config.preflight.samples or config.corpus.limit
+    _dir_travel(directory.absolute(), left_out, found.append, include_gitignore=True, logger=quiet)
+    return sum(path.stat().st_size for path in found if path.is_file())
 
 
 def _itemsize(dtype: str) -> int:
@@ -215,28 +174,30 @@ def _hours(tokens: int | None, times: float, rate: float | None, workers: int) -
 
 
 def _dump(config: JobConfig, plan: Plan) -> Check:
-    samples, tokens = _samples(config), config.preflight.mean_tokens or config.corpus.max_len
-    reason = f"{plan.bytes_per_token / 1024:g} KiB per token; the stream holds {_size(plan.in_flight_bytes)}; "
-    if samples is None or plan.dump_bytes is None:
+    budget = _size(config.stream.max_bytes_in_flight)
+    reason = f"{plan.bytes_per_token / 1024:g} KiB per token; the stream holds {budget}; "
+    if plan.samples is None or plan.dump_bytes is None:
         reason += "how many samples there are is not known (preflight.samples)"
     else:
-        reason += f"a full dump of {samples:,} samples x {tokens:,} tokens would weigh {_size(plan.dump_bytes)}"
+        samples = f"{plan.samples:,} samples x {plan.mean_tokens:,} tokens"
+        reason += f"a full dump of {samples} would weigh {_size(plan.dump_bytes)}"
     return Check("bytes_per_token", "ok", reason)
 
 
-def _stream(plan: Plan) -> Check:
-    reason = f"one optimiser window is {_size(plan.window_bytes)}, the budget {_size(plan.in_flight_bytes)}"
-    if plan.in_flight_bytes < plan.window_bytes:
-        fix = f"set stream.max_bytes_in_flight to {plan.window_bytes} or more, or make the window smaller"
+def _stream(config: JobConfig, plan: Plan) -> Check:
+    window, budget = plan.window_bytes, config.stream.max_bytes_in_flight
+    reason = f"one optimiser window is {_size(window)}, the budget {_size(budget)}"
+    if budget < window:
+        fix = f"set stream.max_bytes_in_flight to {window} or more, or make the window smaller"
         return Check("stream_budget", "fail", f"{reason}: it could never be filled", fix)
-    if plan.in_flight_bytes < 2 * plan.window_bytes:
-        fix = f"{2 * plan.window_bytes} lets capture work while a window trains"
+    if budget < 2 * window:
+        fix = f"{2 * window} lets capture work while a window trains"
         return Check("stream_budget", "warn", reason, fix)
     return Check("stream_budget", "ok", reason)
 
 
 def _engine_memory(config: JobConfig, facts: TargetFacts, plan: Plan) -> Check:
-    if not plan.engine_gpus:
+    if not config.engine.gpus_per_worker:
         return Check("engine_memory", "ok", f"weights {_size(plan.weights_per_gpu)} in host memory")
     about = "" if facts.weight_bytes else "about "
     reason = (
@@ -260,14 +221,14 @@ def _engine_memory(config: JobConfig, facts: TargetFacts, plan: Plan) -> Check:
     return Check("engine_memory", "ok", reason)
 
 
-def _trainer_memory(plan: Plan) -> Check:
+def _trainer_memory(config: JobConfig, plan: Plan) -> Check:
     need = plan.trainer_per_worker
     reason = (
         f"about {_size(need)} per worker for a drafter of {plan.drafter_parameters / 1e6:,.0f} M parameters: "
         f"{_size(plan.optimiser_per_worker)} weights and optimiser, {_size(plan.activations_per_worker)} "
         "activations and states, the rest the target's embedding and head"
     )
-    if not plan.train_gpus:
+    if not config.train.gpus_per_worker:
         return Check("trainer_memory", "ok", f"{reason}, in host memory")
     memory = plan.cluster.gpu_memory
     if memory is None or plan.placed is None:
@@ -278,9 +239,9 @@ def _trainer_memory(plan: Plan) -> Check:
         if trainers
     ]
     left, engines, trainers = min(spare, default=(memory - need, 0, 1))
-    reason += f"; {trainers} on a GPU of {_size(memory)}" + f" beside {engines} engines" * bool(
-        engines
-    )
+    reason += f"; {trainers} on a GPU of {_size(memory)}"
+    if engines:
+        reason += f" beside {engines} engines"
     if left < 0:
         fix = (
             "lower stream.tokens_per_pack or engine.gpu_memory_utilization, use more train.workers, or raise "
@@ -332,11 +293,13 @@ def _rates(config: JobConfig, plan: Plan) -> Check:
         names = ("capture_tokens_per_s", "train_tokens_per_s", "samples")
         missing = ", ".join(f"preflight.{name}" for name in names if given[name] is None)
         return Check("rates", "ok", f"{parts or 'no hours'}; the rest is predicted from {missing}")
-    slower = "capture" if plan.capture_hours > plan.train_hours else "training"
-    longer = max(plan.capture_hours, plan.train_hours)
+    engine, train = config.engine, config.train
+    gpus = engine.replicas * engine.tensor_parallel * engine.gpus_per_worker
+    gpus += train.workers * train.gpus_per_worker
+    longer, slower = max((plan.train_hours, "training"), (plan.capture_hours, "capture"))
     reason = (
-        f"{parts}, together about {longer:.2f} h: {slower} is the bottleneck; {longer * (plan.engine_gpus + plan.train_gpus):.1f} GPU-hours; an engine hands "
-        f"over up to {_size(rate * plan.bytes_per_token)} of states a second"
+        f"{parts}, together about {longer:.2f} h: {slower} is the bottleneck; {longer * gpus:.1f} GPU-hours; an engine "
+        f"hands over up to {_size(rate * plan.bytes_per_token)} of states a second"
     )
     return Check("rates", "ok", reason)
 

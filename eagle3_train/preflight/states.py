@@ -44,21 +44,6 @@ class Answer:
     states: Tensor
 
 
-def states_complete(answers: Sequence[Answer], hidden_size: int, num_boundaries: int) -> Check:
-    """Whether every position but the last has finite states of the right shape."""
-    for answer in answers:
-        expected = (len(answer.ids) - 1, num_boundaries, hidden_size)
-        if tuple(answer.states.shape) != expected:
-            reason = f"truncated states: got {tuple(answer.states.shape)} for {len(answer.ids)} tokens, expected {expected}"
-            return Check(
-                "states", "fail", reason, "turn off prefix caching; check the engine version"
-            )
-        if not answer.states.isfinite().all():
-            return Check("states", "fail", "states are not finite", "check engine.dtype")
-    tokens = sum(len(answer.states) for answer in answers)
-    return Check("states", "ok", f"{tokens} positions: complete, finite, ids echoed")
-
-
 def leads(logits: Tensor, said: Tensor, slack: float) -> Tensor:
     """Per row of logits [n, vocab], whether token said[n] has the highest one, or one within `slack` of it."""
     chosen = logits.gather(-1, said[:, None])[:, 0]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from eagle3_train.config import JobConfig
 from eagle3_train.engines.resolve import EngineIndex, Resolution, resolve_target
 from eagle3_train.preflight.check import Check, attempt
-from eagle3_train.preflight.drafter import boundaries, drafter, positions, rope
-from eagle3_train.preflight.evaluation import evaluate_against
-from eagle3_train.preflight.text import corpus, own_code, tokenizer
+from eagle3_train.preflight.drafter import (
+    boundaries,
+    drafter,
+    evaluate_against,
+    positions,
+)
+from eagle3_train.preflight.text import corpus, tokenizer
 from eagle3_train.target.facts import INDEX, TargetFacts
 from eagle3_train.target.weights import locate_frozen, refuse_nonlinear_head
 
@@ -35,7 +38,6 @@ def static_checks(
         *weights(facts),
         corpus(config),
         *tokenizer(config, facts),
-        rope(facts),
         *drafter(config, facts, engines),
         positions(config, facts),
         tensor_parallel(config, facts),
@@ -70,40 +72,30 @@ def engine_class(facts: TargetFacts, found: Resolution) -> Check:
     engine = f"{found.engine} {found.version} ({found.origin})"
     if found.backend == "unsupported":
         asked = ", ".join(facts.architectures) or "a config.json without architectures"
-        return Check(
-            "engine_class",
-            "fail",
-            f"{engine} has no class for {asked}, neither has transformers, and the target ships no code that "
-            "an engine could run",
-            "use an engine version that knows it (preflight.vllm_version)",
+        reason = (
+            f"{engine} has no class for {asked}, neither has transformers, and the target ships no code that an "
+            "engine could run"
         )
+        fix = "use an engine version that knows it (preflight.vllm_version)"
+        return Check("engine_class", "fail", reason, fix)
     if found.backend == "transformers":
-        return Check(
-            "engine_class",
-            "warn",
+        reason = (
             f"{engine} would run it on its Transformers backend as {found.resolved_class}: slower than a native "
-            "class, and only the live depth proves its states",
-            "run the live depth before anything long",
+            "class, and only the live depth proves its states"
         )
+        return Check("engine_class", "warn", reason, "run the live depth before anything long")
     return Check("engine_class", "ok", f"{engine} loads {found.resolved_class}")
 
 
 def remote_code(config: JobConfig, facts: TargetFacts, found: Resolution) -> Check:
     """Whether the target's own Python files would run, and whether that was agreed to."""
     if found.needs_code and not config.target.trust_remote_code:
-        return Check(
-            "remote_code",
-            "fail",
-            f"the model would execute {', '.join(sorted(set(facts.auto_map.values())))}",
-            "read those files, then set target.trust_remote_code=true",
-        )
+        reason = f"the model would execute {', '.join(sorted(set(facts.auto_map.values())))}"
+        fix = "read those files, then set target.trust_remote_code=true"
+        return Check("remote_code", "fail", reason, fix)
     if config.target.trust_remote_code:
         return Check("remote_code", "warn", "target.trust_remote_code=true: its files may run")
-    if code := own_code(Path(config.target.tokenizer or facts.path), "AutoTokenizer"):
-        reason = f"the model needs no code of its own; its tokenizer's, {code}, is not run"
-        return Check("remote_code", "warn", reason, "see the tokenizer check")
-    ships = "its own files are not executed" if facts.auto_map else "it ships none"
-    return Check("remote_code", "ok", f"no remote code needed; {ships}")
+    return Check("remote_code", "ok", "the model needs no code of its own, and none is run")
 
 
 def capture(config: JobConfig, found: Resolution, serves: Sequence[Resolution]) -> Check:
@@ -122,13 +114,11 @@ def capture(config: JobConfig, found: Resolution, serves: Sequence[Resolution]) 
     reason = f"{name} in {found.engine} {found.version} does not implement SupportsEagle3, so its layers cannot be tapped"
     if able:
         reason += f"; {', '.join(able)} could serve a drafter of it, but does not capture"
-    return Check(
-        "capture",
-        "fail",
-        reason,
+    fix = (
         f"set target.tap_by_hooks={name} and engine.enforce_eager=true to read its layers with forward hooks, or "
-        "use a vLLM version whose class implements it",
+        "use a vLLM version whose class implements it"
     )
+    return Check("capture", "fail", reason, fix)
 
 
 def serving(found: Resolution) -> Check:
@@ -171,29 +161,23 @@ def weights(facts: TargetFacts) -> list[Check]:
 
 def tensor_parallel(config: JobConfig, facts: TargetFacts) -> Check:
     """Whether heads, and the blocks of a block-quantised target, divide among the GPUs of a replica."""
-    tp, own = config.engine.tensor_parallel, config.drafter
-    heads = own.num_heads or facts.num_heads
-    kv_heads = {
-        "target": None if facts.mla else facts.num_kv_heads,
-        "drafter": None
-        if own.attention == "mla"
-        else own.num_kv_heads or min(facts.num_kv_heads, heads),
-    }
-    mlp = {facts.moe.intermediate_size if facts.moe else facts.intermediate_size}
+    tp, own, block = config.engine.tensor_parallel, config.drafter, facts.quantised_block
+    heads = {"target": facts.num_heads, "drafter": own.num_heads or facts.num_heads}
+    kv_heads = {} if facts.mla else {"target": facts.num_kv_heads}
+    if own.attention != "mla":
+        kv_heads["drafter"] = own.num_kv_heads or min(facts.num_kv_heads, heads["drafter"])
+    mlp = facts.moe.intermediate_size if facts.moe else facts.intermediate_size
 
     def uneven(size: int) -> list[str]:
-        counts = {"target": facts.num_heads, "drafter": heads}
-        found = [f"the {who}'s {count} heads" for who, count in counts.items() if count % size]
+        found = [f"the {who}'s {count} heads" for who, count in heads.items() if count % size]
         # vLLM divides key/value heads, or copies each of them equally often.
         found += [
             f"the {who}'s {count} key/value heads"
             for who, count in kv_heads.items()
-            if count and count % size and size % count
+            if count % size and size % count
         ]
-        block = facts.quantised_block
-        found += [
-            f"an MLP of {w} in blocks of {block}" for w in mlp if block and w % (size * block)
-        ]
+        if block and mlp % (size * block):
+            found.append(f"an MLP of {mlp} in blocks of {block}")
         return found
 
     if found := uneven(tp):

@@ -20,7 +20,7 @@ from eagle3_train.config import JobConfig
 from eagle3_train.drafter.checkpoint_format import read_config
 from eagle3_train.drafter.model_card import write_card
 from eagle3_train.drafter.walk import Acceptance
-from eagle3_train.preflight.evaluation import fitting
+from eagle3_train.preflight.drafter import fitting
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log, read_metrics
 from eagle3_train.stages.evaluate_engine import (

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from eagle3_train.config import JobConfig
 from eagle3_train.engines.resolve import Resolution, engine_index, resolve_target
-from eagle3_train.preflight.check import NAMES, Check, failed, table
-from eagle3_train.preflight.plan import Plan, make_plan, plan_checks
+from eagle3_train.preflight.check import Check, failed, table
+from eagle3_train.preflight.plan import Plan, plan_checks
 from eagle3_train.preflight.static import static_checks
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log
@@ -63,27 +63,22 @@ class Report:
                 for depth, checks in self.depths.items()
                 for check in checks
             ],
-            "engines": [asdict(engine) for engine in self.engines],
-            "plan": asdict(self.plan) if self.plan else None,
+            "engines": self.engines,
+            "plan": self.plan and vars(self.plan),
         }
-        return json.dumps(content, indent=1)
+        return json.dumps(content, indent=1, default=asdict)
 
     def text(self) -> str:
         """The report for people."""
         return "\n".join(table(depth, checks) for depth, checks in self.depths.items())
 
 
-def run(config: JobConfig, depth: Depth, package: Path) -> Report:
-    """Run every depth up to `depth`; `package` is the directory the job would upload.
+def run(config: JobConfig, depth: Depth, package: Path | None = None) -> Report:
+    """Run every depth up to `depth`; `package` is the directory the job would upload, None inside a job.
 
     The live depth does not start when an earlier check blocks.
     """
     report = Report(config.preflight.skip)
-    unknown = sorted(set(report.skip) - NAMES)
-    if unknown:
-        reason = f"preflight.skip names no check: {', '.join(unknown)}"
-        fix = f"it may name {', '.join(sorted(NAMES))}"
-        report.depths["configuration"] = [Check("configuration", "fail", reason, fix)]
     try:
         facts = read_facts(config.target.path)
     except ValueError as error:
@@ -105,7 +100,7 @@ def run(config: JobConfig, depth: Depth, package: Path) -> Report:
         report.depths["static"].append(Check("serve_sglang", "fail", reason, fix))
     try:
         report.boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
-        report.plan = make_plan(config, facts)
+        report.plan = Plan(config, facts)
         if depth != "static":
             report.depths["plan"] = plan_checks(config, facts, report.plan, package)
     except ValueError as error:
@@ -181,7 +176,7 @@ def require(config: JobConfig) -> None:
 
     from eagle3_train.preflight.nodes import object_store
 
-    report = run(config, "plan", Path.cwd())
+    report = run(config, "plan")
     if ray.is_initialized():
         store = object_store(config.stream.max_bytes_in_flight)
         report.depths.setdefault("plan", []).append(store)

@@ -38,8 +38,6 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "gemma2": {"tie_word_embeddings": True},
     "gemma": {"tie_word_embeddings": True},
-    "cohere": {"tie_word_embeddings": True},
-    "cohere2": {"tie_word_embeddings": True},
 }
 # These store w and multiply by (1 + w).
 _PLUS_ONE_NORMS = (

@@ -16,11 +16,11 @@ from eagle3_train.target.facts import INDEX, TargetFacts, read_facts
 
 # Wrappers prefix the language model; encoders and MTP layers also hold embeddings and norms, and must not match.
 _PREFIX = r"(?:(?:model|language_model|text_model|llm|transformer|decoder|backbone|thinker)\.)*"
-_EMBEDDING = re.compile(
-    _PREFIX + r"(?:embed_tokens|word_embeddings|tok_embeddings|embeddings|wte)\."
-)
-_HEAD = re.compile(_PREFIX + r"(?:lm_head|output)\.")
-_NORM = re.compile(_PREFIX + r"(?:norm|final_layernorm|norm_f|ln_f)\.")
+_NAMES = {
+    "embedding": _PREFIX + r"(?:embed_tokens|word_embeddings|tok_embeddings|embeddings|wte)\.",
+    "final norm": _PREFIX + r"(?:norm|final_layernorm|norm_f|ln_f)\.",
+    "lm_head": _PREFIX + r"(?:lm_head|output)\.",
+}
 
 
 class FrozenWeights(NamedTuple):
@@ -75,14 +75,11 @@ def locate_frozen(facts: TargetFacts) -> dict[str, tuple[str, Path]]:
     Raises ValueError for tensors that are missing, quantised or of the wrong shape.
     """
     files = _tensor_files(facts.path)
-    hidden, vocab = facts.hidden_size, facts.vocab_size
-    found = {
-        "embedding": _locate(facts.path, files, _EMBEDDING, "embedding", (vocab, hidden)),
-        "final norm": _locate(facts.path, files, _NORM, "final norm", (hidden,)),
-    }
-    if not facts.tie_word_embeddings:
-        found["lm_head"] = _locate(facts.path, files, _HEAD, "lm_head", (vocab, hidden))
-    return found
+    matrix = (facts.vocab_size, facts.hidden_size)
+    shapes = {"embedding": matrix, "final norm": matrix[1:], "lm_head": matrix}
+    if facts.tie_word_embeddings:
+        del shapes["lm_head"]
+    return {what: _locate(facts.path, files, what, shape) for what, shape in shapes.items()}
 
 
 def _tensor_files(directory: Path) -> dict[str, Path]:
@@ -104,10 +101,10 @@ def _tensor_files(directory: Path) -> dict[str, Path]:
 
 
 def _locate(
-    where: Path, files: dict[str, Path], pattern: re.Pattern[str], what: str, shape: tuple[int, ...]
+    where: Path, files: dict[str, Path], what: str, shape: tuple[int, ...]
 ) -> tuple[str, Path]:
     """The one plain weight of that role, its type and shape checked."""
-    names = [name for name in files if (m := pattern.match(name)) and "." not in name[m.end() :]]
+    names = [name for name in files if re.fullmatch(_NAMES[what] + r"[^.]*", name)]
     plain = [name for name in names if name.endswith(".weight")]
     if len(plain) != 1:
         raise ValueError(
@@ -124,7 +121,8 @@ def _locate(
         raise ValueError(
             f"{name} in {file} is quantised ({stored_type}); the trainer needs it unquantised"
         )
-    rows_fit = len(stored_shape) == len(shape) and stored_shape[0] >= shape[0]
-    if not rows_fit or stored_shape[1:] != shape[1:]:
+    # Rows beyond the vocabulary are padding; a norm has none.
+    padded = len(shape) == 2 and stored_shape[1:] == shape[1:] and stored_shape[0] > shape[0]
+    if stored_shape != shape and not padded:
         raise ValueError(f"{name} in {file} has shape {stored_shape}, config.json says {shape}")
     return name, file

@@ -123,7 +123,7 @@ def test_a_kimi_shaped_target_with_an_mla_drafter_passes(kimi: JobConfig) -> Non
 
 def test_a_drafter_learns_from_a_kimi_shaped_target(kimi: JobConfig) -> None:
     facts = read_facts(kimi.target.path)
-    answers, _, checks = captured_answers(kimi, facts, capture_spec(kimi, facts))
+    answers, _, checks = captured_answers(kimi, capture_spec(kimi, facts))
     assert failed(checks) == []
     drafter, target = untrained_drafter(kimi, facts)
     masks = [np.arange(len(answer.ids)) >= answer.prompt_tokens for answer in answers]

@@ -132,6 +132,14 @@ def test_a_base_model_may_take_its_template_from_another_directory(target, tmp_p
     assert static(tmp_path, target={"tokenizer": str(tmp_path / "chat")}) == {}
 
 
+def test_a_broken_tokenizer_that_another_is_compared_with_is_named(target, tmp_path):
+    write_tokenizer(tmp_path / "chat", WORDS)
+    (target / "tokenizer.json").write_bytes(POINTER)
+    found = static(tmp_path, target={"tokenizer": str(tmp_path / "chat")})
+    assert list(found) == ["tokenizer"]
+    assert str(target) in found["tokenizer"].reason
+
+
 def test_a_template_that_does_not_render_is_caught(target, tmp_path):
     (target / "chat_template.jinja").write_text("{% for m in %}")
     assert list(static(tmp_path)) == ["chat_template"]

@@ -11,8 +11,8 @@ from eagle3_train.config_file import load_config
 from eagle3_train.preflight import plan
 from eagle3_train.preflight.placement import Cluster, check, place
 from eagle3_train.preflight.plan import (
+    Plan,
     estimated_weight_bytes,
-    make_plan,
     package_bytes,
     plan_checks,
 )
@@ -42,14 +42,12 @@ def config(tmp_path, **sections):
 
 
 def verdicts(job, target, package):
-    return {
-        check.name: check for check in plan_checks(job, target, make_plan(job, target), package)
-    }
+    return {check.name: check for check in plan_checks(job, target, Plan(job, target), package)}
 
 
 def test_the_dump_that_started_this_project_weighs_828_gb(tmp_path):
     job = config(tmp_path, preflight={"samples": 10_000, "mean_tokens": 1444})
-    plan = make_plan(job, facts("kimi-k2.5", tmp_path))
+    plan = Plan(job, facts("kimi-k2.5", tmp_path))
     assert plan.bytes_per_token == 57_344
     assert round(plan.dump_bytes / 1e9) == 828
 
@@ -69,7 +67,7 @@ def test_estimated_weights_are_the_published_checkpoints(name, published, tmp_pa
 
 def test_a_store_smaller_than_one_window_is_caught(tmp_path):
     target = facts("llama-3.1-8b", tmp_path)
-    window = make_plan(config(tmp_path), target).window_bytes
+    window = Plan(config(tmp_path), target).window_bytes
     job = config(tmp_path, stream={"max_bytes_in_flight": window - 1})
     check = verdicts(job, target, tmp_path)["stream_budget"]
     assert check.verdict == "fail"
@@ -84,6 +82,8 @@ def test_a_package_over_the_upload_limit_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(plan, "UPLOAD_LIMIT", 1999)
     check = verdicts(config(tmp_path), facts("llama-3.1-8b", tmp_path), package)["package_size"]
     assert check.verdict == "fail"
+    inside_a_job = verdicts(config(tmp_path), facts("llama-3.1-8b", tmp_path), None)
+    assert "package_size" not in inside_a_job
 
 
 def test_a_package_is_weighed_as_ray_packs_it(tmp_path):
@@ -102,7 +102,7 @@ def test_an_unknown_number_of_samples_is_said_and_not_invented(tmp_path):
     rates = {"capture_tokens_per_s": 1000, "train_tokens_per_s": 500}
     job = config(tmp_path, preflight=rates)
     target = facts("llama-3.1-8b", tmp_path)
-    assert make_plan(job, target).dump_bytes is None
+    assert Plan(job, target).dump_bytes is None
     found = verdicts(job, target, tmp_path)
     assert "not known" in found["bytes_per_token"].reason
     assert "preflight.samples" in found["rates"].reason
@@ -114,7 +114,7 @@ def test_weights_weigh_what_the_engine_makes_of_them(tmp_path):
     for dtype, size in (("auto", 16.1e9), ("float32", 32.2e9)):
         job = config(tmp_path, engine={"dtype": dtype})
         for known in (target, stored):
-            assert make_plan(job, known).weights_per_gpu == pytest.approx(size, rel=0.01)
+            assert Plan(job, known).weights_per_gpu == pytest.approx(size, rel=0.01)
     raw = json.loads((FIXTURES / "llama-3.1-8b.json").read_text())["config"]
     for quantised, size in (({"quant_method": "gptq", "bits": 8}, 9.5e9),
                             ({"quant_method": "gptq", "bits": 4}, 6.0e9)):  # fmt: skip
@@ -198,7 +198,7 @@ def test_a_target_that_leaves_no_room_is_caught_and_tp_makes_room(tmp_path):
 def test_latent_attention_is_replicated_and_heads_are_divided(tmp_path):
     for name, per_token in (("kimi-k2.5", 61 * 576 * 2), ("llama-3.1-8b", 32 * 2 * 1 * 128 * 2)):
         job = config(tmp_path, engine={"tensor_parallel": 8}, preflight={"nodes": 2})
-        assert make_plan(job, facts(name, tmp_path)).kv_per_token == per_token
+        assert Plan(job, facts(name, tmp_path)).kv_per_token == per_token
 
 
 def test_hours_follow_from_measured_rates_and_name_the_bottleneck(tmp_path):
@@ -209,7 +209,7 @@ def test_hours_follow_from_measured_rates_and_name_the_bottleneck(tmp_path):
         "mean_tokens": 1000,
     }
     job = config(tmp_path, preflight=rates, train={"epochs": 2})
-    plan = make_plan(job, facts("llama-3.1-8b", tmp_path))
+    plan = Plan(job, facts("llama-3.1-8b", tmp_path))
     assert (plan.capture_hours, plan.train_hours) == (2.0, 4.0)
     check = verdicts(job, facts("llama-3.1-8b", tmp_path), tmp_path)["rates"]
     assert "training is the bottleneck" in check.reason
@@ -225,7 +225,7 @@ def test_a_cache_saves_captures_but_not_training(tmp_path):
     }
     bytes_all = 3600 * 1000 * 4096 * 4 * 2
     job = config(tmp_path, preflight=rates, train={"epochs": 3}, stream={"cache_bytes": bytes_all})
-    plan = make_plan(job, target)
+    plan = Plan(job, target)
     assert (plan.capture_hours, plan.train_hours) == (1.0, 3.0)
 
 
@@ -243,8 +243,8 @@ def test_kimi_fits_one_node_and_two(tmp_path):
     for name in ("kimi-k2.5", "kimi-k2.5-two-node"):
         job = load_config([ROOT / "configs" / f"{name}.yaml"], [f"runs_dir={tmp_path}"])
         target = facts("kimi-k2.5", tmp_path)
-        plan = make_plan(job, target)
-        plan = replace(plan, checkpoint_bytes=0)  # the cluster's disk is not this machine's
+        plan = Plan(job, target)
+        plan.checkpoint_bytes = 0  # the cluster's disk is not this machine's
         stream = job.stream.model_copy(update={"cache_bytes": 0})
         checks = plan_checks(job.model_copy(update={"stream": stream}), target, plan, tmp_path)
         assert [check.name for check in checks if check.verdict == "fail"] == []

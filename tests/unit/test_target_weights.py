@@ -124,6 +124,9 @@ def test_too_few_rows_and_no_weights_are_refused(tmp_path):
     tensors = {**layout("model.", "lm_head.weight"), "lm_head.weight": HEAD[:5]}
     with pytest.raises(ValueError, match=r"\(5, 4\)"):
         read_frozen(target(tmp_path, tensors))
+    tensors = {**layout("model.", "lm_head.weight"), "model.norm.weight": torch.ones(5)}
+    with pytest.raises(ValueError, match=r"\(5,\)"):
+        read_frozen(target(tmp_path, tensors))
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ValueError, match="no safetensors"):
         read_frozen(tmp_path)
