@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,11 @@ os.environ.setdefault(
     "OMP_NUM_THREADS", "1"
 )  # spinning threads of several processes stall each other
 os.environ.setdefault("RAY_DISABLE_IMPORT_WARNING", "1")
+
+# A folder of the tests' own: one of them compares what a run leaves behind there.
+tempfile.tempdir = str(Path(tempfile.gettempdir(), f"eagle3-tests-{os.getuid()}"))
+Path(tempfile.tempdir).mkdir(mode=0o700, exist_ok=True)
+os.environ["TMPDIR"] = tempfile.tempdir
 
 
 @pytest.fixture(scope="session")
