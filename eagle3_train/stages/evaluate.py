@@ -128,10 +128,7 @@ def compose(
     verdicts = [row["lossless"] for row in rows if row["lossless"] is not None]
     k = config.evaluate.num_speculative_tokens
     result = {
-        "num_speculative_tokens": k,
-        "expected_acceptance_length": ours["expected_acceptance_length"],
         "expected_in_training": expected_in_training(config),
-        "expected_by_k": ours["expected_by_k"],
         "best_k": best_k(ours["expected_by_k"], k, ours["acceptance_length"], ours["speedup"]),
         "lossless": all(verdicts) if verdicts else None,
         "sampled_agreement": _sampled_agreement(plain, served["trained"], first, temperature),
@@ -142,7 +139,6 @@ def compose(
         "rounds": rounds(served["trained"].passes[first], walks.get("trained", {}), k),
         "leaked": leaks,
         "rows": rows,
-        **common,
     }
     return result | {"alarms": alarms(result, first)}
 

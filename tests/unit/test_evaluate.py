@@ -201,7 +201,7 @@ def test_every_row_has_the_walk_of_its_own_answers_beside_what_was_served(
 ) -> None:
     result = composed(config, passed(), plainly())
     assert result["rows"][0]["expected_acceptance_length"] == 1.95
-    assert result["expected_by_k"] == [1.5, 1.75, 1.95]
+    assert result["trained"]["expected_by_k"] == [1.5, 1.75, 1.95]
     assert result["rounds"] == [(20, 20)] * 4
     assert result["alarms"] == []
 
