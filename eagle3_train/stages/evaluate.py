@@ -156,14 +156,12 @@ def differences(served: dict[str, Measured], concurrency: int) -> dict[str, Json
     """Trained minus other on the same prompts, by dataset; null where counters are not per request."""
     if "other" not in served:
         return None
-    theirs = served["other"].passes[concurrency]
-    pairs = {
-        dataset: (measured.answers, theirs[dataset].answers)
-        for dataset, measured in served["trained"].passes[concurrency].items()
+    ours, theirs = (served[name].passes[concurrency] for name in ("trained", "other"))
+    found = {
+        dataset: paired_difference(measured.answers, theirs[dataset].answers)
+        for dataset, measured in ours.items()
     }
-    ours, others = zip(*pairs.values(), strict=True)
-    pairs["all"] = (sum(ours, ()), sum(others, ()))
-    return {dataset: paired_difference(*pair) for dataset, pair in pairs.items()}
+    return found | {"all": paired_difference(pooled(ours).answers, pooled(theirs).answers)}
 
 
 def rounds(served: Datasets, walks: Walks, k: int) -> list[tuple[int, int]]:
@@ -185,7 +183,7 @@ def _sampled_agreement(
     if not temperature:
         return None
     alone, drafted = (
-        [[answer.output_ids] for one in side.passes[first].values() for answer in one.answers]
+        [[answer.output_ids] for answer in pooled(side.passes[first]).answers]
         for side in (plain, trained)
     )
     return agreement(alone, drafted)
