@@ -5,8 +5,8 @@ rollout -> train -> export -> evaluate -> report. Run it again and it completes 
 
 from eagle3_train.config import JobConfig
 from eagle3_train.runlog import stage_timer
-from eagle3_train.stages import evaluate, export, preflight, report, rollout, train
-from ray_jobs import cli
+from eagle3_train.stages import preflight, rollout, train
+from ray_jobs import cli, evaluate, export, report
 
 
 def job(config: JobConfig) -> None:
@@ -20,11 +20,9 @@ def job(config: JobConfig) -> None:
                 rollout.run(config, pool)
             with stage_timer(config, "train"):
                 train.run(config, pool)
-    with stage_timer(config, "export"):
-        export.run(config)
-    with stage_timer(config, "evaluate"):
-        evaluate.run(config)
-    print(report.card(report.run(config)))
+    export.job(config)
+    evaluate.job(config)
+    report.job(config)
 
 
 if __name__ == "__main__":

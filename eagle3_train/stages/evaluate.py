@@ -128,10 +128,7 @@ def compose(
     verdicts = [row["lossless"] for row in rows if row["lossless"] is not None]
     k = config.evaluate.num_speculative_tokens
     result = {
-        "num_speculative_tokens": k,
-        "expected_acceptance_length": ours["expected_acceptance_length"],
         "expected_in_training": expected_in_training(config),
-        "expected_by_k": ours["expected_by_k"],
         "best_k": best_k(ours["expected_by_k"], k, ours["acceptance_length"], ours["speedup"]),
         "lossless": all(verdicts) if verdicts else None,
         "sampled_agreement": _sampled_agreement(plain, served["trained"], first, temperature),
@@ -142,7 +139,6 @@ def compose(
         "rounds": rounds(served["trained"].passes[first], walks.get("trained", {}), k),
         "leaked": leaks,
         "rows": rows,
-        **common,
     }
     return result | {"alarms": alarms(result, first)}
 
@@ -160,14 +156,12 @@ def differences(served: dict[str, Measured], concurrency: int) -> dict[str, Json
     """Trained minus other on the same prompts, by dataset; null where counters are not per request."""
     if "other" not in served:
         return None
-    theirs = served["other"].passes[concurrency]
-    pairs = {
-        dataset: (measured.answers, theirs[dataset].answers)
-        for dataset, measured in served["trained"].passes[concurrency].items()
+    ours, theirs = (served[name].passes[concurrency] for name in ("trained", "other"))
+    found = {
+        dataset: paired_difference(measured.answers, theirs[dataset].answers)
+        for dataset, measured in ours.items()
     }
-    ours, others = zip(*pairs.values(), strict=True)
-    pairs["all"] = (sum(ours, ()), sum(others, ()))
-    return {dataset: paired_difference(*pair) for dataset, pair in pairs.items()}
+    return found | {"all": paired_difference(pooled(ours).answers, pooled(theirs).answers)}
 
 
 def rounds(served: Datasets, walks: Walks, k: int) -> list[tuple[int, int]]:
@@ -189,7 +183,7 @@ def _sampled_agreement(
     if not temperature:
         return None
     alone, drafted = (
-        [[answer.output_ids] for one in side.passes[first].values() for answer in one.answers]
+        [[answer.output_ids] for answer in pooled(side.passes[first]).answers]
         for side in (plain, trained)
     )
     return agreement(alone, drafted)

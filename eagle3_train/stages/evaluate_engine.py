@@ -216,22 +216,17 @@ def keep(config: JobConfig, name: str, directory: Path | None, measured: Measure
 
 def depends_on(config: JobConfig, directory: Path | None) -> dict[str, Any]:
     """What a measurement depends on: the engine too (a speedup compares one engine), not what is beside it."""
+    drafter = directory and [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
     files = [source for source in config.evaluate.sources if source != HELD_OUT]
     return {
-        "drafter": directory and _content(directory),
+        "drafter": drafter and [str(directory), *digests(drafter)],
         "prompts": fingerprint(files) if files else None,
-        "sections": {
-            name: getattr(config, name).model_dump(mode="json")
-            for name in ("target", "corpus", "engine")
-        },
-        "settings": config.evaluate.model_dump(mode="json", exclude={"untrained", "against"}),
+        "settings": config.model_dump(
+            mode="json",
+            include={"target", "corpus", "engine", "evaluate"},
+            exclude={"evaluate": {"untrained", "against"}},
+        ),
     }
-
-
-def _content(drafter: Path) -> list[str]:
-    """Where a drafter is and hashes of its files."""
-    files = [drafter / "config.json", *sorted(drafter.glob("*.safetensors"))]
-    return [str(drafter), *digests(files)]
 
 
 def measure_plain(config: JobConfig, prompts: Prompts) -> Measured:
@@ -257,8 +252,7 @@ def measure_drafters(
     served = {name: measured for name, measured in kept.items() if measured}
     while waiting := {n: path for n, path in drafters.items() if n not in served}:
         first = next(iter(waiting.values()))
-        spec = spec_for(config, "serve", drafter=str(first))
-        with serving(spec) as replica:
+        with serving(spec_for(config, "serve", drafter=str(first))) as replica:
             for name, directory in waiting.items():
                 if not _same_shape(first, directory):
                     continue

@@ -100,15 +100,14 @@ def with_followups(
 ) -> Prompts:
     """Every later user turn as a prompt of its own, after the target's own answers to the earlier ones."""
     renderer, complete = renderer_of(config), dict(prompts)
-    turn = prompts
-    while turn := {name: [p for p in group if _followups(p)] for name, group in turn.items()}:
-        if not any(turn.values()):
-            break
+    turn = dict(prompts)
+    while any(turn.values()):
         for name, group in turn.items():
-            answers = ask(requests(config, group))
+            asked = [prompt for prompt in group if _followups(prompt)]
+            answers = ask(requests(config, asked))
             following = [
                 _next_turn(prompt, generation.text, renderer)
-                for prompt, generation in zip(group, answers, strict=True)
+                for prompt, generation in zip(asked, answers, strict=True)
             ]
             turn[name] = _fitting(config, name, following)
             complete[name] = [*complete[name], *turn[name]]

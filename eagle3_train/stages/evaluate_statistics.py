@@ -73,12 +73,8 @@ class Measurement:
 
 def pooled(datasets: Mapping[str, Measurement]) -> Measurement:
     """Several datasets as one; each prompt weighs the same, however often its dataset was repeated."""
-    parts = datasets.values()
+    parts = list(datasets.values())
     weights = [len(part.answers) / part.total.requests for part in parts]
-    counts = [
-        [weight * count for count in part.accepted_per_position]
-        for part, weight in zip(parts, weights, strict=True)
-    ]
     return Measurement(
         answers=tuple(answer for part in parts for answer in part.answers),
         timed=tuple(
@@ -86,8 +82,10 @@ def pooled(datasets: Mapping[str, Measurement]) -> Measurement:
             for part, weight in zip(parts, weights, strict=True)
             for group in part.timed
         ),
-        num_drafts=sum(p.num_drafts * w for p, w in zip(parts, weights, strict=True)),
-        accepted_per_position=tuple(map(sum, zip(*counts, strict=True))),
+        num_drafts=float(np.dot(weights, [part.num_drafts for part in parts])),
+        accepted_per_position=tuple(
+            np.dot(weights, [part.accepted_per_position for part in parts]).tolist()
+        ),
     )
 
 

@@ -31,8 +31,6 @@ from eagle3_train.training.initial import read_drafter
 WALKED_K = 7
 Walks = dict[str, list[Acceptance]]
 """Dataset -> the walk of each answer, in order."""
-Pack = tuple[list[Answer], Any]
-"""Some answers, and a reference to their states [tokens, boundaries * hidden]."""
 
 
 def walk_answers_of(
@@ -49,13 +47,18 @@ def walk_answers_of(
     }
     everything = [answer for group in answers.values() for answer in group]
     boundaries = tuple(sorted(set().union(*taps.values())))
-    packs = capture(config, everything, boundaries, dtype)
+    states = capture(config, everything, boundaries, dtype)
     gpus = min(1.0, config.engine.gpus_per_worker)
     task = ray.remote(walk).options(num_cpus=1, num_gpus=gpus)
     log.info("evaluate: walking %d drafters over %d answers", len(drafters), len(everything))
     jobs = {
         name: task.remote(
-            config, directory, [boundaries.index(tap) for tap in taps[name]], packs, dtype
+            config,
+            directory,
+            [boundaries.index(tap) for tap in taps[name]],
+            everything,
+            states,
+            dtype,
         )
         for name, directory in drafters.items()
     }
@@ -68,42 +71,28 @@ def walk_answers_of(
 
 def capture(
     config: JobConfig, answers: Sequence[Answer], boundaries: tuple[int, ...], dtype: str
-) -> list[Pack]:
-    """Have the target read prompts and answers, without the last token of each."""
+) -> list[Any]:
+    """References to the states [tokens, boundaries * hidden] of prompt and answer, the last token of each left out."""
     spec = replace(
         spec_for(config, "capture", boundaries).with_engine(enforce_eager=True),
         capture_dtype="float32" if dtype == "float32" else "bfloat16",
     )
-    packs = []
     with serving(spec) as replica:
-        for group in packed(answers, config.stream.tokens_per_pack):
-            ids = [_ids(answer)[:-1] for answer in group]
-            states, meta = replica.capture.options(num_returns=2).remote(ids)
-            _, bad = ray.get(meta)
-            if bad:
-                raise ValueError(
-                    f"the engine did not capture {len(bad)} answers: {next(iter(bad.values()))}"
-                )
-            packs.append((group, states))
-    return packs
-
-
-def packed(answers: Sequence[Answer], budget: int) -> list[list[Answer]]:
-    """Answers in order, cut into packs of at most `budget` captured tokens (or one longer answer)."""
-    packs: list[list[Answer]] = []
-    room = 0
-    for answer in answers:
-        length = len(_ids(answer)) - 1
-        if not packs or length > room:
-            packs.append([])
-            room = budget
-        packs[-1].append(answer)
-        room -= length
-    return packs
+        read = replica.capture.options(num_returns=2)
+        captured = [read.remote([_ids(answer)[:-1]]) for answer in answers]
+        bad = [said for _, meta in captured for said in ray.get(meta)[1].values()]
+    if bad:
+        raise ValueError(f"the engine did not capture {len(bad)} answers: {bad[0]}")
+    return [states for states, _ in captured]
 
 
 def walk(
-    config: JobConfig, directory: Path, columns: list[int], packs: Sequence[Pack], dtype: str
+    config: JobConfig,
+    directory: Path,
+    columns: list[int],
+    answers: Sequence[Answer],
+    references: Sequence[Any],
+    dtype: str,
 ) -> list[Acceptance]:
     """Walk one drafter, which reads `columns` of the captured boundaries; runs as a Ray task."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -112,20 +101,16 @@ def walk(
     drafter, frozen = drafter.to(device), frozen.to(device, own)
     depth = max(WALKED_K, config.evaluate.num_speculative_tokens)
     found = []
-    for answers, reference in packs:
+    for answer, reference in zip(answers, references, strict=True):
         array = torch.from_numpy(ray.get(reference).copy())
         rows = array.view(torch.bfloat16) if array.dtype == torch.int16 else array
         hidden = drafter.spec.hidden_size
         states = rows.view(len(rows), -1, hidden)[:, columns].to(device, own)
-        first = 0
-        for answer in answers:
-            ids = _ids(answer)
-            mask = np.arange(len(ids)) >= len(answer.prompt_ids)
-            part = states[first : first + len(ids) - 1]
-            first += len(part)
-            plan = plan_rows([ids], [mask], depth).to(device)
-            batch = PackedBatch(plan, part[:, :-1].flatten(1), part[:, -1])
-            found.append(walk_batch(drafter, frozen, batch)[1])
+        ids = _ids(answer)
+        mask = np.arange(len(ids)) >= len(answer.prompt_ids)
+        plan = plan_rows([ids], [mask], depth).to(device)
+        batch = PackedBatch(plan, states[:, :-1].flatten(1), states[:, -1])
+        found.append(walk_batch(drafter, frozen, batch)[1])
     return found
 
 

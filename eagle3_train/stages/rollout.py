@@ -30,7 +30,7 @@ from eagle3_train.stages.rollout_inputs import (
     Json,
     check_unchanged,
     is_complete,
-    record_complete,
+    record,
     record_start,
     recorded,
 )
@@ -66,7 +66,7 @@ def run(config: JobConfig, pool: Any) -> Json:
     progress = Progress(total=len(prompts), before=len(prompts) - len(missing))
     log.info("rollout: %d prompts, %d already answered", progress.total, progress.before)
     _answer(config, renderer, answers, missing, progress)
-    state = record_complete(config, progress.as_dict())
+    state = record(config, {"complete": True} | progress.as_dict())
     log.info("rollout: done | %s", progress.line())
     if progress.cut_share > CUT_SHARE_TO_WARN:
         log.warning(
@@ -86,7 +86,7 @@ def _keep_given(config: JobConfig) -> Json:
     for start in range(0, len(missing), rows):
         shard = missing[start : start + rows]
         write_shard(folder, shard, ["null"] * len(shard))
-    state = record_complete(config, {"answered": len(samples)})
+    state = record(config, {"complete": True, "answered": len(samples)})
     log.info("rollout: kept %d given answers", len(samples))
     return state
 
@@ -133,7 +133,7 @@ def _answer(
     """Keep the engines busy until every prompt is answered; commit a shard whenever one is full."""
     folder = RunDir(config.run_path).samples
     shard: list[Dialogue] = []
-    max_len = config.corpus.max_len
+    max_len, allowed = config.corpus.max_len, config.rollout.max_failures * progress.total
     dialogues = {prompt.id: Dialogue.start(prompt, renderer, max_len) for prompt in prompts}
     answers.ask([_request(config, dialogue) for dialogue in dialogues.values()])
     while dialogues:
@@ -149,10 +149,11 @@ def _answer(
             if len(shard) == config.rollout.shard_rows:
                 _commit(folder, shard)
                 shard = []
-        _check_failures(config, progress)
+        progress.check(max(allowed, FAILURES_BEFORE_GIVING_UP))
         progress.log()
     if shard:
         _commit(folder, shard)
+    progress.check(allowed)
 
 
 def _commit(folder: Path, dialogues: list[Dialogue]) -> None:
@@ -208,14 +209,17 @@ class Progress:
     logged: float = field(default_factory=time.monotonic)
 
     @property
-    def finished(self) -> int:
-        """Prompts of this run that are answered or given up."""
-        return self.answered + self.failures.total()
-
-    @property
     def cut_share(self) -> float:
         """Share of answers that ended at a limit."""
         return self.finish_reasons["length"] / max(self.finish_reasons.total(), 1)
+
+    def check(self, allowed: float) -> None:
+        """Raise ValueError when more than `allowed` prompts could not be answered."""
+        if self.failures.total() > allowed:
+            raise ValueError(
+                f"{self.failures.total()} of {self.total} prompts could not be answered: {dict(self.failures)}; "
+                "mend the prompts or the engine, or raise rollout.max_failures"
+            )
 
     def line(self) -> str:
         """Counts and the mean rate since the start."""
@@ -233,8 +237,9 @@ class Progress:
         if now - self.logged < LOG_EVERY_S:
             return
         self.logged = now
-        left = self.total - self.before - self.finished
-        each_s = (now - self.started) / max(self.finished, 1)  # before the first, at least so long
+        finished = self.answered + self.failures.total()
+        left = self.total - self.before - finished
+        each_s = (now - self.started) / max(finished, 1)  # before the first, at least so long
         log.info("rollout: %s | eta %.1f min", self.line(), left * each_s / 60)
 
     def as_dict(self) -> Json:
@@ -247,16 +252,3 @@ class Progress:
             "output_tokens": self.output_tokens,
             "wall_s": round(time.monotonic() - self.started, 2),
         }
-
-
-def _check_failures(config: JobConfig, progress: Progress) -> None:
-    """Stop when too many prompts could not be answered."""
-    failed = progress.failures.total()
-    allowed = config.rollout.max_failures * progress.total
-    if failed > max(allowed, FAILURES_BEFORE_GIVING_UP) or (
-        failed > allowed and progress.before + progress.finished == progress.total
-    ):
-        raise ValueError(
-            f"{failed} of {progress.total} prompts could not be answered: {dict(progress.failures)}; "
-            "mend the prompts or the engine, or raise rollout.max_failures"
-        )

@@ -39,12 +39,14 @@ def check_unchanged(config: JobConfig) -> None:
 def record_start(config: JobConfig) -> None:
     """Remember, before anything is committed, what the answers are made with."""
     data = fingerprint(config.corpus.sources)
-    _write(config, {"inputs": _inputs(config), "data": data, "complete": False})
+    record(config, {"inputs": _inputs(config), "data": data, "complete": False})
 
 
-def record_complete(config: JobConfig, counts: Json) -> Json:
-    """Every prompt has been asked; the whole state."""
-    return _write(config, recorded(config) | {"complete": True} | counts)
+def record(config: JobConfig, facts: Json) -> Json:
+    """Add `facts` to what was recorded; the whole state."""
+    state = recorded(config) | facts
+    write_atomic(RunDir(config.run_path).rollout_state, json.dumps(state, indent=1))
+    return state
 
 
 def recorded(config: JobConfig) -> Json:
@@ -54,16 +56,13 @@ def recorded(config: JobConfig) -> Json:
     return state
 
 
-def _write(config: JobConfig, state: Json) -> Json:
-    write_atomic(RunDir(config.run_path).rollout_state, json.dumps(state, indent=1))
-    return state
-
-
 def _inputs(config: JobConfig) -> Json:
     """The settings that decide what the answers are."""
-    corpus = config.corpus.model_dump(mode="json", exclude={"min_yield"})
-    rollout = config.rollout.model_dump(mode="json", exclude={"shard_rows", "max_failures"})
-    return {"target": config.target.path, "corpus": corpus, "rollout": rollout}
+    return config.model_dump(
+        mode="json",
+        include={"target": {"path"}, "corpus": True, "rollout": True},
+        exclude={"corpus": {"min_yield"}, "rollout": {"shard_rows", "max_failures"}},
+    )
 
 
 def _changes(config: JobConfig, state: Json) -> list[str]:

@@ -28,7 +28,6 @@ from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import JobError, MetricsLog, log, reason
 from eagle3_train.stream.cache import pin, planned_captures
 from eagle3_train.stream.coordinator import coordinating
-from eagle3_train.stream.flight import StreamCounters
 from eagle3_train.stream.ledger import Ledger
 from eagle3_train.stream.meter import StreamMeter, bottleneck
 from eagle3_train.stream.pipeline import StreamLink, captured_packs
@@ -48,8 +47,10 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
         log.info("train: already complete (%s)", paths.train_result)
         done: dict[str, Any] = json.loads(paths.train_result.read_text())
         return done
-    train, held_out = split_samples(config)
-    token_bytes = _check_layout(config, train, held_out)
+    train, held_out = check(config)
+    facts = read_facts(config.target.path)
+    boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
+    token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), config.stream.dtype)
     write_initial(config, train)
     shutil.rmtree(paths.saving, ignore_errors=True)  # what an interrupted job was writing
     _remove_unregistered(paths)
@@ -72,7 +73,11 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
         fit = _fit(config, job)
         counters, spilled = ray.get([coordinator.counters.remote(), coordinator.spilled.remote()])
     _remove_unregistered(paths)
-    result = _result(config, fit, counters, len(train)) | {
+    result = _result(config, fit, len(train)) | {
+        "peak_bytes_in_flight": counters.peak_in_flight,
+        "captures": counters.captures,
+        "recaptures": counters.recaptures,
+        "cache_hits": counters.cache_hits,
         "spilled_bytes": spilled,
         "hidden_state_bytes_total": sum(s.captured_tokens for s in train) * token_bytes,
         "captures_planned": planned_captures(pinned, config.train.epochs // config.stream.replay),
@@ -83,15 +88,25 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
 
 def _fit(config: JobConfig, job: dict[str, Any]) -> ray.train.Result:
     """Run the worker group to its end. Raises JobError."""
+    paths, settings = RunDir(config.run_path), config.train
+    gpus = {"GPU": settings.gpus_per_worker} if settings.gpus_per_worker > 0 else {}
     trainer = TorchTrainer(
         train_worker,
         train_loop_config=job,
         scaling_config=ray.train.ScalingConfig(
-            num_workers=config.train.workers,
-            use_gpu=config.train.gpus_per_worker > 0,
-            resources_per_worker=_resources(config),
+            num_workers=settings.workers,
+            use_gpu=bool(gpus),
+            resources_per_worker={"CPU": settings.cpus_per_worker} | gpus,
         ),
-        run_config=_run_config(config),
+        run_config=ray.train.RunConfig(
+            name=paths.checkpoints.name,
+            storage_path=str(paths.train_storage.resolve()),
+            failure_config=ray.train.FailureConfig(max_failures=settings.max_failures),
+            checkpoint_config=ray.train.CheckpointConfig(
+                num_to_keep=settings.keep_checkpoints,
+                checkpoint_score_attribute="eval/expected_acceptance_length",
+            ),
+        ),
     )
     try:
         return trainer.fit()
@@ -101,7 +116,7 @@ def _fit(config: JobConfig, job: dict[str, Any]) -> ray.train.Result:
             cause = error.worker_failures[min(error.worker_failures)]
         log.debug("%s", cause)  # Ray Train's own text leaves out the middle
         raise JobError(
-            f"train: {reason(cause)} (traceback: {RunDir(config.run_path).log('driver', 0)}). Once that is mended, the "
+            f"train: {reason(cause)} (traceback: {paths.log('driver', 0)}). Once that is mended, the "
             "same command goes on from the last checkpoint"
         ) from error
 
@@ -123,57 +138,23 @@ def is_complete(config: JobConfig) -> bool:
     return RunDir(config.run_path).train_result.exists()
 
 
-def _run_config(config: JobConfig) -> ray.train.RunConfig:
-    """Where Ray Train keeps checkpoints, which ones, and how often it may restart the workers."""
-    return ray.train.RunConfig(
-        name=RunDir(config.run_path).checkpoints.name,
-        storage_path=str(RunDir(config.run_path).train_storage.resolve()),
-        failure_config=ray.train.FailureConfig(max_failures=config.train.max_failures),
-        checkpoint_config=ray.train.CheckpointConfig(
-            num_to_keep=config.train.keep_checkpoints,
-            checkpoint_score_attribute="eval/expected_acceptance_length",
-        ),
-    )
+def check(config: JobConfig) -> tuple[list[Sample], list[Sample]]:
+    """Training and held-out samples of the rollout, in a stable order; needs neither Ray nor engines.
 
-
-def check(config: JobConfig) -> None:
-    """Raise ValueError when the samples cannot be laid out as configured; needs neither Ray nor engines."""
-    _check_layout(config, *split_samples(config))
-
-
-def _check_layout(config: JobConfig, train: list[Sample], held_out: list[Sample]) -> int:
-    """Bytes of one token's hidden states, once it is clear that what is left to train can be, window by window."""
-    facts = read_facts(config.target.path)
-    boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
-    token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), config.stream.dtype)
+    Raises ValueError when what is left to train cannot be laid out as configured.
+    """
+    samples = sorted(read_samples(RunDir(config.run_path).samples), key=lambda sample: sample.id)
+    usable = [s for s in samples if len(s.input_ids) <= config.corpus.max_len and s.loss_mask.any()]
+    held = [s for s in usable if is_held_out(s.id, config.corpus.held_out_fraction)]
+    held_out = held[: config.train.eval_samples]
+    train = [s for s in usable if not is_held_out(s.id, config.corpus.held_out_fraction)]
     ledger, step = Ledger(config.train.epochs, len(train)), 0
     if known := checkpoint.registered(RunDir(config.run_path)):
         saved = json.loads((known[-1] / checkpoint.STATE).read_text())
         ledger = Ledger.from_hex(saved["ledger"], config.train.epochs, len(train))
         step = saved["step"]
-    windows = plan_run(train, held_out, plan_shape(config), ledger.trained, step)
-    largest = max((window.tokens for window in windows), default=0) * token_bytes
-    if largest > config.stream.max_bytes_in_flight:
-        raise ValueError(
-            f"stream.max_bytes_in_flight={config.stream.max_bytes_in_flight} is less than one optimiser "
-            f"window: {config.train.workers} workers x {config.train.accumulation} packs of up to "
-            f"{config.stream.tokens_per_pack} tokens x {token_bytes} bytes = {largest} bytes; raise it, "
-            "or lower stream.tokens_per_pack or train.accumulation"
-        )
-    return token_bytes
-
-
-def split_samples(config: JobConfig) -> tuple[list[Sample], list[Sample]]:
-    """Training and held-out samples of the rollout, in a stable order."""
-    samples = sorted(read_samples(RunDir(config.run_path).samples), key=lambda sample: sample.id)
-    if not samples:
-        raise ValueError(
-            f"no samples in {RunDir(config.run_path).samples}; run ray_jobs/rollout.py first"
-        )
-    usable = [s for s in samples if len(s.input_ids) <= config.corpus.max_len and s.loss_mask.any()]
-    held = [s for s in usable if is_held_out(s.id, config.corpus.held_out_fraction)]
-    train = [s for s in usable if not is_held_out(s.id, config.corpus.held_out_fraction)]
-    return train, held[: config.train.eval_samples]
+    plan_run(train, held_out, plan_shape(config), ledger.trained, step)
+    return train, held_out
 
 
 def train_worker(job: dict[str, Any]) -> None:
@@ -256,48 +237,21 @@ def _log_line(state: TrainState, metrics: dict[str, Any]) -> None:
     )
 
 
-def _resources(config: JobConfig) -> dict[str, float]:
-    """What one training worker reserves."""
-    resources = {"CPU": config.train.cpus_per_worker}
-    if config.train.gpus_per_worker > 0:
-        resources["GPU"] = config.train.gpus_per_worker
-    return resources
-
-
 def _best(checkpoints: list[tuple[Any, dict[str, Any]]]) -> str:
     """Path of the checkpoint with the highest score; the newest of equals (names are times)."""
     ranked = [(float(m["eval/expected_acceptance_length"]), c.path) for c, m in checkpoints]
     return str(max(ranked)[1])
 
 
-def _result(
-    config: JobConfig,
-    fit: ray.train.Result,
-    counters: StreamCounters,
-    samples: int,
-) -> dict[str, Any]:
-    """Content of train/result.json, as far as the fit and the stream's counters tell it."""
+def _result(config: JobConfig, fit: ray.train.Result, samples: int) -> dict[str, Any]:
+    """Content of train/result.json, as far as the fit tells it."""
     assert fit.checkpoint is not None
     saved = json.loads((Path(fit.checkpoint.path) / checkpoint.STATE).read_text())
-    last_eval = [
-        m for m in runlog.read_metrics(RunDir(config.run_path).metrics) if "eval/step_accuracy" in m
-    ]
-    trained = Ledger.from_hex(saved["ledger"], config.train.epochs, samples).count
     return {
         "best_checkpoint": _best(fit.best_checkpoints),
         "last_checkpoint": fit.checkpoint.path,
         "samples_expected": config.train.epochs * samples,
-        "samples_trained": trained,
+        "samples_trained": Ledger.from_hex(saved["ledger"], config.train.epochs, samples).count,
         "bad_samples": saved["bad_samples"],
         "steps": saved["step"],
-        "peak_bytes_in_flight": counters.peak_in_flight,
-        "max_bytes_in_flight": config.stream.max_bytes_in_flight,
-        "captures": counters.captures,
-        "recaptures": counters.recaptures,
-        "eval_captures": counters.eval_captures,
-        "cache_hits": counters.cache_hits,
-        "expected_acceptance_length": last_eval[-1]["eval/expected_acceptance_length"]
-        if last_eval
-        else None,
-        "expected_by_k": last_eval[-1]["eval/expected_by_k"] if last_eval else None,
     }

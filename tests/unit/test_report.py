@@ -13,7 +13,6 @@ import pytest
 from eagle3_train.config import JobConfig
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import report
-from eagle3_train.stages.report_page import trained_tokens
 
 
 def row(dataset: str, drafter: str, concurrency: int, length: float | None) -> dict[str, Any]:
@@ -37,6 +36,7 @@ def row(dataset: str, drafter: str, concurrency: int, length: float | None) -> d
             }
         },
         "expected_acceptance_length": 1.88,
+        "expected_by_k": [1.6, 1.8, 1.88],
         "expected_per_position": [0.59, 0.29, 0.1],
         "tokens_per_s": 41.0,
         "tokens_per_s_plain": 30.0,
@@ -44,6 +44,7 @@ def row(dataset: str, drafter: str, concurrency: int, length: float | None) -> d
         "speedup_interval": [1.3, 1.45],
         "distinct_bigram": 0.81,
         "lossless": True,
+        "hardware": "2 CPU cores",
     }
 
 
@@ -86,19 +87,15 @@ def record(config: JobConfig) -> None:
     write_atomic(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
     overall = row("all", "trained", 1, 1.9)
     evaluation = {
-        "num_speculative_tokens": 3,
         "trained": overall,
         "untrained": row("all", "untrained", 1, 1.2) | {"per_position_acceptance": [0.2, 0.0, 0.0]},
-        "expected_acceptance_length": 1.88,
         "expected_in_training": 1.77,
-        "expected_by_k": [1.6, 1.8, 1.88],
         "rounds": [[20, 20], [31, 30]],
         "sampled_agreement": 0.4,
         "difference_to_other": {"all": {"difference": 0.31, "interval": [0.2, 0.42]}},
         "best_k": 2,
         "lossless": True,
         "alarms": ["prompts <b>leak</b>"],
-        "hardware": "2 CPU cores",
         "rows": [row("gsm8k", "trained", c, 1.9) for c in (1, 8)]
         + [row("gsm8k", "untrained", 1, 1.2)],
     }
@@ -123,6 +120,7 @@ def test_the_summary_holds_what_the_stages_measured_and_survives_json(config: Jo
     written = json.loads((RunDir(config.run_path).report / "summary.json").read_text())
     assert written == summary
     assert (written["acceptance_length"], written["acceptance_length_untrained"]) == (1.9, 1.2)
+    assert written["tokens_trained"] == 500
     assert written["wall_s"] == {"rollout": 60.0, "train": 200.0, "evaluate": 90.0}
 
 
@@ -154,11 +152,6 @@ def test_what_the_run_says_cannot_inject_html(config: JobConfig) -> None:
     assert "&lt;b&gt;leak&lt;/b&gt;" in page
 
 
-def test_tokens_trained_are_those_of_all_lines_so_far() -> None:
-    lines = [{"step": 10, "perf/tokens": 70}, {"step": 20, "perf/tokens": 90}]
-    assert trained_tokens(lines) == ([0, 10, 20], [0.0, 70.0, 160.0])
-
-
 @pytest.mark.parametrize("stage", ["evaluate", "train"])
 def test_a_missing_stage_is_named(config: JobConfig, stage: str) -> None:
     run = RunDir(config.run_path)
@@ -172,8 +165,8 @@ def test_a_run_without_an_untrained_or_plain_measurement_says_so_with_dashes(
 ) -> None:
     path = RunDir(config.run_path).evaluation
     evaluation = json.loads(path.read_text())
-    evaluation |= {"untrained": None, "lossless": None, "expected_acceptance_length": None}
-    evaluation |= {"expected_by_k": [], "best_k": None}
+    evaluation |= {"untrained": None, "lossless": None, "best_k": None}
+    evaluation["trained"] |= {"expected_acceptance_length": None, "expected_by_k": []}
     evaluation["trained"] |= {"speedup": None, "tokens_per_s_plain": None}
     path.write_text(json.dumps(evaluation))
     summary = report.run(config)
