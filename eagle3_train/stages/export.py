@@ -84,7 +84,7 @@ def _described(directory: Path) -> Json | None:
     """What an export says of itself, whichever commit wrote it; None of one that is not whole."""
     if not all((directory / name).is_file() for name in ("config.json", "README.md")):
         return None
-    return {**read_config(directory)["eagle3_train"], "commit": None}
+    return {**read_config(directory).get("eagle3_train", {}), "commit": None}
 
 
 def served_target(config: JobConfig) -> ServedTarget:

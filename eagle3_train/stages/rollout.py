@@ -92,9 +92,9 @@ def _keep_given(config: JobConfig) -> Json:
 
 
 def check(config: JobConfig) -> None:
-    """Raise ValueError when the corpus is unusable or answers of other settings exist; needs no engine."""
+    """Raise ValueError when the corpus, if still needed, is unusable or answers of other settings exist; needs no engine."""
     check_unchanged(config)
-    if config.corpus.answers == "target":
+    if config.corpus.answers == "target" and not is_complete(config):
         _given_prompts(config)
 
 

@@ -121,6 +121,10 @@ def test_a_killed_rollout_resumes_and_answers_every_prompt_exactly_once(
             np.testing.assert_array_equal(sample.input_ids, before[sample.id].input_ids)
     assert rollout.is_complete(job)
     assert rollout.run(job, pool) == json.loads(RunDir(job.run_path).rollout_state.read_text())
+    prompts = Path(job.corpus.sources[0])
+    away = prompts.rename(prompts.with_suffix(".away"))
+    rollout.check(job)  # answers outlive the data they were asked with
+    away.rename(prompts)
 
 
 def test_settings_that_changed_under_committed_answers_are_refused(

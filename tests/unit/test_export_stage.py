@@ -138,6 +138,9 @@ def test_an_export_is_made_again_when_anything_it_is_made_of_has_changed(
     (directory / "README.md").unlink()
     export.run(config)
     assert (directory / "README.md").is_file()
+    (directory / "config.json").write_text("{}")  # of some other tool
+    export.run(config)
+    assert read_checkpoint(directory).d2t is not None
     fresh = load_file(run.initial_weights)["fc.weight"].bfloat16()
     assert torch.equal(read_checkpoint(run.untrained_drafter).weights["fc.weight"], fresh)
     other = torch.cat([WITH_SPECIALS[:-1], WITH_SPECIALS[-1:] + 1])
