@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from eagle3_train.engines import versions
-from eagle3_train.engines.capture import CapturedPack, Captures, Completion, Slot
+from eagle3_train.engines.capture import Captured, CapturedPack, Captures, Completion
 from eagle3_train.engines.guard import guarded
 from eagle3_train.engines.launch import EngineError, arena_bytes, check, launch, sampling_params
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
@@ -87,15 +87,15 @@ class Engine:
 
     # What callers use.
 
-    def submit(self, request: Request, slot: Slot | None = None) -> Future[Completion]:
+    def submit(self, request: Request, into: Captured | None = None) -> Future[Completion]:
         """Queue one request. A request vLLM refuses fails its own future with ValueError.
 
-        slot: where its states go, if not into a region of their own.
+        into: where its states go, if not into a region of their own.
         """
         future: Future[Completion] = Future()
         key = str(next(self._numbers))
         if request.capture:
-            self._expect_captures().expect(key, future, slot)
+            self._expect_captures().expect(key, future, into)
         self._queue(future, partial(self._start, key, request, future))
         return future
 
@@ -111,8 +111,8 @@ class Engine:
         """
         pack = self._expect_captures().open_pack([len(sample) for sample in samples])
         futures = [
-            self.submit(Request(str(i), tuple(sample.tolist()), capture=True), slot)
-            for i, (sample, slot) in enumerate(zip(samples, pack.slots, strict=True))
+            self.submit(Request(str(i), tuple(sample.tolist()), capture=True), into)
+            for i, (sample, into) in enumerate(zip(samples, pack.samples, strict=True))
         ]
         for index, future in enumerate(futures):
             try:
@@ -237,8 +237,8 @@ class Engine:
         if not request.capture:
             future.set_result(Completion(generation, None))
             return
-        tokens = (output.kv_transfer_params or {}).get("captured_tokens")
-        self._expect_captures().generated(output.request_id, generation, tokens)
+        is_captured = "is_captured" in (output.kv_transfer_params or {})
+        self._expect_captures().generated(output.request_id, generation, is_captured)
 
     def _start(self, key: str, request: Request, future: Future[Completion]) -> None:
         """Give one request to vLLM."""
