@@ -25,6 +25,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from eagle3_train.engines import versions
 from eagle3_train.engines.handover import Place, connect, view
@@ -49,6 +50,17 @@ class Saves(KVConnectorMetadata):  # type: ignore[misc]
     """Scheduler to worker, once per step."""
 
     saves: list[Save] = field(default_factory=list)
+
+
+class CaptureScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's, but it decodes one token per step and ignores the fake drafter's proposals.
+
+    `extract_hidden_states` proposes one token per step only so that states get written; verifying it would make
+    every decode step compute two tokens instead of one.
+    """
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Forget what the fake drafter proposed."""
 
 
 class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
