@@ -15,7 +15,6 @@ import mmap
 import os
 import secrets
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Client, Connection, Listener
@@ -48,7 +47,7 @@ def view(memory: Tensor, offset: int, shape: tuple[int, ...], dtype: torch.dtype
 
 
 class Arena:
-    """The owner's side: memory plus a first-fit allocator. Waiters are served in order of arrival."""
+    """The owner's side: memory plus a first-fit allocator. One caller at a time waits for room, so that none starves."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = _aligned(nbytes)
@@ -56,27 +55,16 @@ class Arena:
         os.ftruncate(self.fd, self.nbytes)
         self.memory = map_arena(self.fd)
         self._used: dict[int, int] = {}  # offset -> bytes
+        self._turn = threading.Lock()
         self._changed = threading.Condition()
-        self._queue: deque[object] = deque()
         self._closed = False
 
     def allocate(self, nbytes: int) -> int:
         """Wait for a region; its offset. Raises ValueError when it could never fit, RuntimeError when closed."""
-        ticket = object()
-        with self._changed:
-            self._queue.append(ticket)
-            try:
-                while True:
-                    if self._closed:
-                        raise RuntimeError(
-                            "the engine was closed while hidden states waited for room"
-                        )
-                    if self._queue[0] is ticket and (offset := self._take(nbytes)) is not None:
-                        return offset
-                    self._changed.wait()
-            finally:
-                self._queue.remove(ticket)
-                self._changed.notify_all()
+        with self._turn, self._changed:
+            while (offset := self._take(nbytes)) is None:
+                self._changed.wait()
+            return offset
 
     def try_allocate(self, nbytes: int) -> int | None:
         """A region's offset, or None when there is no room now. Raises ValueError when it could never fit."""
@@ -103,6 +91,8 @@ class Arena:
         os.close(self.fd)
 
     def _take(self, nbytes: int) -> int | None:
+        if self._closed:
+            raise RuntimeError("the engine was closed while hidden states waited for room")
         if nbytes > self.nbytes:
             raise ValueError(
                 f"{nbytes} bytes of hidden states do not fit the engine's arena of {self.nbytes} bytes; "

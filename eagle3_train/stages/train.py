@@ -294,7 +294,6 @@ def _result(
         "max_bytes_in_flight": config.stream.max_bytes_in_flight,
         "captures": counters.captures,
         "recaptures": counters.recaptures,
-        "eval_captures": counters.eval_captures,
         "cache_hits": counters.cache_hits,
         "expected_acceptance_length": last_eval[-1]["eval/expected_acceptance_length"]
         if last_eval

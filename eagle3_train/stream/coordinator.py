@@ -93,14 +93,11 @@ class StreamCoordinator:
         self._flight = Flight(max_bytes, ranks, frees_after_s())
         self._spill, self._spill_read_at = Spill(), time.monotonic()
         self._captured: set[tuple[int, int]] = set()
-        self._attempts = self._asked = 0
-        self._asked_since = 0.0
+        self._asked, self._asked_since = 0, 0.0
 
     async def begin(self) -> int:
         """Start an attempt and return its number; everything in flight for older ones is dropped."""
-        self._attempts += 1
-        await self._flight.begin(self._attempts)
-        return self._attempts
+        return await self._flight.begin()
 
     async def capture(self, key: PackKey, window_bytes: int, entries: Entries) -> None:
         """Have one pack captured, or read from the cache, and keep its hidden states.
@@ -112,19 +109,16 @@ class StreamCoordinator:
                 return
             delivery = Delivery()
             pending = list(range(len(entries)))
-            while (
-                pending
-            ):  # where two epochs meet a pack may hold a sample twice: the second is cached
+            # Where two epochs meet a pack may hold a sample twice: the second is cached.
+            while pending:
                 once = list({entries[index][1]: index for index in reversed(pending)}.values())
                 await self._fill(delivery, key, entries, sorted(once))
                 pending = [index for index in pending if index not in once]
             await self._flight.keep(key, delivery)
 
-    async def take(self, key: PackKey) -> tuple[list[Any], list[list[int]], dict[int, str]]:
-        """References of a captured pack's parts, the samples of each, bad samples: index in pack, reason."""
-        delivery = await self._flight.take(key)
-        parts = delivery.parts
-        return [part.states for part in parts], [part.indices for part in parts], delivery.bad
+    async def take(self, key: PackKey) -> Delivery:
+        """Wait for a captured pack; its parts hold references."""
+        return await self._flight.take(key)
 
     async def ack(self, attempt: int, window: int, rank: int) -> None:
         """The rank has finished with `window`; the last rank's ack frees its bytes."""
@@ -204,11 +198,10 @@ class StreamCoordinator:
         raise AssertionError("max_tries is at least 1")
 
     def _count(self, entries: Entries) -> None:
-        """A pinned sample needs one capture, any other one per epoch; what goes beyond is a recapture."""
+        """A pinned training sample needs one capture, any other one per epoch; what goes beyond is a recapture."""
         counters, pinned = self._flight.counters, self._cache.pinned
         for epoch, row in entries:
             if row >= len(pinned):
-                counters.eval_captures += 1
                 continue
             needed = (0 if pinned[row] else epoch, row)
             counters.captures += 1
