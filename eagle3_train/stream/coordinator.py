@@ -38,7 +38,7 @@ from eagle3_train.stream.store import Spill, frees_after_s
 log = logging.getLogger("eagle3_train")
 
 Entries = list[tuple[int, int]]
-"""(epoch, row of the token table) of a pack's samples, in order."""
+"""(epoch, row of the samples) of a pack's samples, in order."""
 SPILL_CHECK_S = 5.0
 
 
@@ -56,14 +56,11 @@ def coordinating(
 
     `samples` are the rows of the plan; the first len(pinned) are trained on, the others held out.
     """
-    lengths = [len(sample.input_ids) for sample in samples]
-    ids = np.concatenate([sample.input_ids for sample in samples]).astype(np.int32)
-    table = ray.put((ids, np.concatenate([[0], np.cumsum(lengths)])))  # read without a copy
     files = start_files(cache_dir) if pinned.any() else []
     coordinator = (
         ray.remote(StreamCoordinator)
         .options(**here())
-        .remote(pool, table, files, pinned, max_bytes, ranks, max_tries)
+        .remote(pool, ray.put(samples), files, pinned, max_bytes, ranks, max_tries)
     )
     try:
         yield coordinator
@@ -78,16 +75,15 @@ class StreamCoordinator:
     def __init__(
         self,
         pool: ActorHandle[Any],
-        table: tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]],
+        samples: list[Sample],
         files: list[ActorHandle[Any]],
         pinned: npt.NDArray[np.bool_],
         max_bytes: int,
         ranks: int,
         max_tries: int,
     ) -> None:
-        """`table`: all token ids, flat, and the offsets of each row's."""
         self._pool = pool
-        self._ids, self._offsets = table
+        self._samples = samples
         self._max_tries = max_tries
         self._cache = EpochCache(files, pinned)
         self._flight = Flight(max_bytes, ranks, frees_after_s())
@@ -159,7 +155,7 @@ class StreamCoordinator:
     ) -> None:
         """Have engines read the samples at `indices`; the pinned ones are stored on the way."""
         rows = [entries[index][1] for index in indices]
-        ids = [self._ids[self._offsets[row] : self._offsets[row + 1] - 1] for row in rows]
+        ids = [self._samples[row].input_ids[:-1] for row in rows]
         with self._asking():
             states, nbytes, bad = await self._ask(key, ids)
         delivery.parts.append(Part(states, nbytes, indices))
