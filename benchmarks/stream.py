@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,7 @@ import torch
 
 from eagle3_train.config import JobConfig, StateType
 from eagle3_train.corpus.table import write_shard
-from eagle3_train.engines.pool import close_pool, spec_for, start_pool
+from eagle3_train.engines.pool import engine_pool, spec_for
 from eagle3_train.engines.spec import Request
 from eagle3_train.provenance import commit
 from eagle3_train.records import Pack, Sample
@@ -158,16 +157,6 @@ def make_samples(lengths: list[int], vocab: int) -> list[Sample]:
         ids = random.integers(5, vocab, length + 1).astype(np.int32)
         made.append(Sample(f"{number:06x}", "bench", ids, np.arange(length + 1) > 0.4 * length))
     return made
-
-
-@contextmanager
-def pool_of(config: JobConfig, purpose: Any, boundaries: tuple[int, ...] = ()) -> Any:
-    """An engine pool while the block runs."""
-    pool = start_pool(spec_for(config, purpose, boundaries), config.engine)
-    try:
-        yield pool
-    finally:
-        close_pool(pool)
 
 
 class StorePeak:
@@ -348,10 +337,10 @@ def measure(
     plain: dict[str, float] = {}
     plain_decode = 0.0
     if cases != ["b"]:  # which compares with the capture engine
-        with pool_of(config, "plain") as pool:
+        with engine_pool(spec_for(config, "plain")) as pool:
             plain["plain_tok_s"] = plain_rate(pool, samples, scale)
             plain_decode = decode(pool, capture=False) if "decode" in cases else 0.0
-    with pool_of(config, "capture", boundaries) as pool:
+    with engine_pool(spec_for(config, "capture", boundaries)) as pool:
         consumer = Consumer(pool, config, token_bytes)
         fast = consumer.run(samples, 8 * window * token_bytes, window)
         rate = fast["delivered_tok_s"]

@@ -6,8 +6,8 @@ import argparse
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +76,8 @@ def connect() -> None:
     )
 
 
-@contextmanager
-def engines(config: JobConfig, capture: bool) -> Iterator[Any]:
+def engines(config: JobConfig, capture: bool) -> AbstractContextManager[Any]:
     """Pool of engines for as long as the block runs: they answer prompts and, if asked, hand states over."""
-    from eagle3_train.engines.pool import close_pool, spec_for, start_pool
+    from eagle3_train.engines.pool import engine_pool, spec_for
 
-    pool = start_pool(spec_for(config, "capture" if capture else "plain"), config.engine)
-    try:
-        yield pool
-    finally:
-        close_pool(pool)
+    return engine_pool(spec_for(config, "capture" if capture else "plain"))

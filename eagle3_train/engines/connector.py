@@ -25,9 +25,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     SupportsHMA,
 )
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from eagle3_train.engines import versions
-from eagle3_train.engines.handover import connect
+from eagle3_train.engines.handover import Place, connect, view
 from eagle3_train.stream.states import checksum, encode, storage
 
 STAGING_BYTES = 64 << 20
@@ -51,6 +52,17 @@ class Saves(KVConnectorMetadata):  # type: ignore[misc]
     saves: list[Save] = field(default_factory=list)
 
 
+class CaptureScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's, but it decodes one token per step and ignores the fake drafter's proposals.
+
+    `extract_hidden_states` proposes one token per step only so that states get written; verifying it would make
+    every decode step compute two tokens instead of one.
+    """
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Forget what the fake drafter proposed."""
+
+
 class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     """Store-only connector; one instance per scheduler and per worker."""
 
@@ -65,11 +77,6 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Keep the boundaries of one token together."""
         return versions.kv_layout()
-
-    @property
-    def prefer_cross_layer_blocks(self) -> bool:
-        """The hidden-state cache must stay a tensor of its own."""
-        return False
 
     def get_finished_count(self) -> int | None:
         """Only TP rank 0 reports."""
@@ -148,14 +155,7 @@ class HiddenStateConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[mis
         if request.num_computed_tokens < len(token_ids):
             return False, None
         self._finished.append(Save(request.request_id, wanted, token_ids, list(blocks)))
-        return True, {"captured_tokens": len(token_ids)}
-
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """The single-group form of `request_finished_all_groups`."""
-        assert self._group == 0
-        return self.request_finished_all_groups(request, (block_ids,))
+        return True, {"is_captured": True}
 
 
 @dataclass(slots=True, eq=False)
@@ -176,9 +176,9 @@ class Copier:
         self._block = cache.shape[1]
         self._dtype, columns = storage(extra["dtype"], cache.shape[-1])
         self._row = (cache.shape[2], columns)
-        self._channel, self._arena = connect(extra["address"], extra["token"], extra["arena_bytes"])
+        self._channel, self._arena = connect(extra["address"], extra["token"])
         self._saves: dict[str, Save] = {}
-        self._grants: dict[str, dict[str, Any]] = {}
+        self._grants: dict[str, Place] = {}
         self._copies: list[Copy] = []
         self._dropped: set[str] = set()
         self._stream: Any = None
@@ -188,12 +188,13 @@ class Copier:
     def start(self, saves: list[Save]) -> None:
         """Take note of finished requests and start every copy that has its grant."""
         self._saves.update({save.key: save for save in saves})
-        for message in self._channel.pending():
-            if "grant" in message:
-                self._grants[message["grant"]] = message
+        while self._channel.poll():
+            key, place = self._channel.recv()
+            if place is not None:
+                self._grants[key] = place
                 continue
-            self._grants.pop(message["refuse"], None)
-            if save := self._saves.pop(message["refuse"], None):
+            self._grants.pop(key, None)
+            if save := self._saves.pop(key, None):
                 self._dropped.add(save.request_id)
         for key in [key for key in self._saves if key in self._grants]:
             self._begin(self._saves.pop(key), self._grants.pop(key))
@@ -204,7 +205,7 @@ class Copier:
         self._copies = [c for c in self._copies if c not in over]
         for copy in over:
             finite = bool(torch.isfinite(copy.checksum))
-            self._channel.send(done=copy.save.key, tokens=len(copy.save.token_ids), finite=finite)
+            self._channel.send((copy.save.key, "" if finite else "hidden states are not finite"))
         dropped, self._dropped = self._dropped, set()
         return dropped | {copy.save.request_id for copy in over}
 
@@ -212,19 +213,17 @@ class Copier:
         """Wait for running copies, unpin, disconnect."""
         if self._stream is not None:
             self._stream.synchronize()
-            cuda.cudart().cudaHostUnregister(self._arena.bytes.data_ptr())
+            cuda.cudart().cudaHostUnregister(self._arena.data_ptr())
         self._channel.close()
 
-    def _begin(self, save: Save, grant: dict[str, Any]) -> None:
+    def _begin(self, save: Save, place: Place) -> None:
         tokens = len(save.token_ids)
-        if tokens != grant["tokens"]:
-            self._channel.send(
-                failed=save.key, reason=f"{tokens} tokens captured, {grant['tokens']} expected"
-            )
+        if tokens != place.tokens:
+            self._channel.send((save.key, f"{tokens} tokens captured, {place.tokens} expected"))
             self._dropped.add(save.request_id)
             return
-        out = self._arena.tensor(grant["hidden"], (tokens, *self._row), self._dtype)
-        ids = self._arena.tensor(grant["ids"], (tokens,), torch.int32)
+        out = view(self._arena, place.hidden, (tokens, *self._row), self._dtype)
+        ids = view(self._arena, place.ids, (tokens,), torch.int32)
         ids.copy_(torch.from_numpy(np.asarray(save.token_ids, dtype=np.int32)))
         if self._stream is None:
             encode(self._cache[save.block_ids].flatten(0, 1)[:tokens], out)
@@ -234,7 +233,7 @@ class Copier:
 
     def _pin(self) -> None:
         """Make the arena DMA-able and set up the side stream and its two reused staging buffers."""
-        arena = self._arena.bytes
+        arena = self._arena
         status = cuda.cudart().cudaHostRegister(arena.data_ptr(), len(arena), 0)
         if int(status) != 0:
             raise RuntimeError(

@@ -22,11 +22,10 @@ import numpy as np
 import numpy.typing as npt
 
 from eagle3_train.engines import versions
-from eagle3_train.engines.capture import CapturedPack, Captures, Completion, Slot
+from eagle3_train.engines.capture import Captured, CapturedPack, Captures, Completion
 from eagle3_train.engines.guard import guarded
 from eagle3_train.engines.launch import EngineError, arena_bytes, check, launch, sampling_params
-from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
-from eagle3_train.engines.worker import Drafted
+from eagle3_train.engines.spec import Acceptance, Drafted, EngineSpec, Request
 from eagle3_train.records import EngineFacts, Generation
 from eagle3_train.target.facts import read_facts
 
@@ -60,7 +59,6 @@ class Engine:
         self._inbox: queue.SimpleQueue[tuple[Future[Any], Callable[[], None]]] = queue.SimpleQueue()
         self._running: dict[str, tuple[Request, Future[Completion]]] = {}  # inside vLLM
         self._numbers = itertools.count()
-        self._counters = Acceptance(0, (0,) * spec.num_speculative_tokens)
         self.cached_tokens = 0  # prompt tokens of finished requests that came from the prefix cache
         self._gate = threading.Lock()  # nothing is queued once everything has been failed
         self._death: EngineError | None = None
@@ -87,15 +85,15 @@ class Engine:
 
     # What callers use.
 
-    def submit(self, request: Request, slot: Slot | None = None) -> Future[Completion]:
+    def submit(self, request: Request, into: Captured | None = None) -> Future[Completion]:
         """Queue one request. A request vLLM refuses fails its own future with ValueError.
 
-        slot: where its states go, if not into a region of their own.
+        into: where its states go, if not into a region of their own.
         """
         future: Future[Completion] = Future()
         key = str(next(self._numbers))
         if request.capture:
-            self._expect_captures().expect(key, future, slot)
+            self._expect_captures().expect(key, future, into)
         self._queue(future, partial(self._start, key, request, future))
         return future
 
@@ -111,8 +109,8 @@ class Engine:
         """
         pack = self._expect_captures().open_pack([len(sample) for sample in samples])
         futures = [
-            self.submit(Request(str(i), tuple(sample.tolist()), capture=True), slot)
-            for i, (sample, slot) in enumerate(zip(samples, pack.slots, strict=True))
+            self.submit(Request(str(i), tuple(sample.tolist()), capture=True), into)
+            for i, (sample, into) in enumerate(zip(samples, pack.samples, strict=True))
         ]
         for index, future in enumerate(futures):
             try:
@@ -126,7 +124,9 @@ class Engine:
 
     def acceptance(self) -> Acceptance:
         """Speculative counters since the engine started."""
-        return self._call(lambda: self._counters)
+        if self.spec.purpose != "serve":
+            return Acceptance(0, ())
+        return self._call(lambda: versions.acceptance(self._llm))
 
     def load_drafter(self, directory: str) -> None:
         """Swap in the weights and d2t of another drafter of the same shape. The engine must be idle."""
@@ -173,9 +173,8 @@ class Engine:
             connector = (
                 self._captures.handover.connector_config if self._captures is not None else {}
             )
-            self._llm = launch(self.spec, self._target, connector, self._count)
+            self._llm = launch(self.spec, self._target, connector)
             self._tokenizer = self._llm.get_tokenizer()
-            versions.mend_sampling()
             facts = self._read_facts(time.monotonic() - started)
         except BaseException as error:  # noqa: BLE001 - raised by the constructor
             self._fail_all(EngineError(str(error)))
@@ -237,8 +236,8 @@ class Engine:
         if not request.capture:
             future.set_result(Completion(generation, None))
             return
-        tokens = (output.kv_transfer_params or {}).get("captured_tokens")
-        self._expect_captures().generated(output.request_id, generation, tokens)
+        is_captured = "is_captured" in (output.kv_transfer_params or {})
+        self._expect_captures().generated(output.request_id, generation, is_captured)
 
     def _start(self, key: str, request: Request, future: Future[Completion]) -> None:
         """Give one request to vLLM."""
@@ -305,9 +304,6 @@ class Engine:
                 f"a {self.spec.purpose} engine captures nothing; start a capture engine"
             )
         return self._captures
-
-    def _count(self, step: Acceptance) -> None:
-        self._counters = self._counters + step
 
     def _read_facts(self, start_s: float) -> EngineFacts:
         return EngineFacts(

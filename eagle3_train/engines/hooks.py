@@ -12,36 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.model_executor.model_loader import utils as loading
-from vllm.model_executor.models.interfaces import SupportsEagle3, supports_eagle3
-from vllm.platforms import current_platform
-
-from eagle3_train.engines import versions
-
-if current_platform.is_cpu():
-    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
-else:
-    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
-
-
-class TappingWorker(PlatformWorker):  # type: ignore[misc]
-    """vLLM's worker, with a target that hands out every boundary that is asked for."""
-
-    def load_model(self, **kwargs: Any) -> None:
-        """Put the tapped subclass in the place of the one class the user named; load; mend what this release lacks."""
-        config = self.vllm_config.model_config
-        found, architecture = config.registry.resolve_model_cls(config.architectures, config)
-        named = self.vllm_config.additional_config["tap_by_hooks"]
-        if named and not supports_eagle3(found):
-            if found.__name__ != named:
-                raise ValueError(
-                    f"target.tap_by_hooks={named!r}, but vLLM loads {found.__name__}: name that one"
-                )
-            config.registry.register_model(architecture, tapped(found))
-            loading._MODEL_ARCH_BY_HASH.clear()  # of a wrapper, vLLM has resolved the class already
-        super().load_model(**kwargs)
-        versions.tap_last_layer(self.get_model())
-        versions.mend_draft_capture(self.model_runner)
+from vllm.model_executor.models.interfaces import SupportsEagle3
 
 
 def tapped(found: type[nn.Module]) -> type[nn.Module]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from eagle3_train.engines import versions
-from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
+from eagle3_train.engines.spec import EngineSpec, Request
 from eagle3_train.target.facts import TargetFacts, bytes_per_token
 
 CPU_KV_CACHE_BYTES = 1 << 30
@@ -100,8 +99,7 @@ def arguments(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -
         "seed": spec.seed,
         "use_tqdm_on_load": False,
         "disable_log_stats": spec.purpose != "serve",
-        "worker_cls": "eagle3_train.engines.hooks.TappingWorker",
-        "worker_extension_cls": "eagle3_train.engines.worker.WorkerExtension",
+        "worker_cls": "eagle3_train.engines.worker.EngineWorker",
         "additional_config": {"tap_by_hooks": target.tap_by_hooks},
     }
     if engine.tensor_parallel > 1:
@@ -131,7 +129,7 @@ def _capture_arguments(spec: EngineSpec, connector: dict[str, Any]) -> dict[str,
             "first layers' fused add and norm write into it; choose drafter.aux_layers >= 1"
         )
     return {
-        "scheduler_cls": "eagle3_train.engines.scheduler.CaptureScheduler",
+        "scheduler_cls": "eagle3_train.engines.connector.CaptureScheduler",
         "async_scheduling": False,  # on by default on GPU, where it takes a scheduler made for it
         "speculative_config": {
             "method": "extract_hidden_states",
@@ -150,21 +148,15 @@ def _capture_arguments(spec: EngineSpec, connector: dict[str, Any]) -> dict[str,
     }
 
 
-def launch(
-    spec: EngineSpec,
-    facts: TargetFacts,
-    connector: dict[str, Any],
-    count: Callable[[Acceptance], None],
-) -> Any:
-    """A started vLLM LLMEngine, whose speculative counters go to `count`. Raises EngineError with vLLM's cause."""
+def launch(spec: EngineSpec, facts: TargetFacts, connector: dict[str, Any]) -> Any:
+    """A started vLLM LLMEngine. Raises EngineError with vLLM's cause."""
     versions.tolerate_odd_modules()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
     kwargs = arguments(spec, facts, connector)
-    loggers = [lambda *_: versions.stat_logger(count)]
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**kwargs), stat_loggers=loggers)
+        return LLMEngine.from_engine_args(EngineArgs(**kwargs))
     except Exception as error:
         raise EngineError(explain(spec, error)) from error
 

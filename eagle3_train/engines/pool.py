@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,37 +65,37 @@ def spec_for(
     )
 
 
-def start_pool(spec: EngineSpec, engine: EngineConfig) -> Any:
-    """Handle of a pool whose replicas are ready; says ever more rarely what it waits for.
+@contextmanager
+def engine_pool(spec: EngineSpec) -> Iterator[Any]:
+    """Handle of a pool whose replicas are ready, while the block runs; says ever more rarely what it waits for.
 
-    Raises EngineError when the cluster is too small or an engine cannot start; nothing is left behind then.
+    Raises EngineError when the cluster is too small or an engine cannot start; nothing is left behind.
     """
     actor = ray.remote(**here(), max_concurrency=POOL_THREADS)(EnginePool)
-    pool = actor.remote(spec, engine)
-    starting = pool.start.remote()
+    pool = actor.remote(spec)
     try:
-        pause = FIRST_WORD_S
-        while not ray.wait([starting], timeout=pause)[0]:
-            log.info("engines: %s", ray.get(pool.status.remote()))
-            pause *= 2
+        facts = _wait_until_ready(pool)
+        log.info(
+            "engines: %d x %s (%s, %s) ready in %.0f s",
+            spec.engine.replicas, facts.resolved_class, facts.engine, facts.dtype, facts.start_s,
+        )  # fmt: skip
+        yield pool
+    finally:
+        with suppress(RayError):
+            ray.get(pool.close.remote(), timeout=2 * CLOSE_TIMEOUT_S)
+        ray.kill(pool)
+
+
+def _wait_until_ready(pool: Any) -> EngineFacts:
+    starting, pause = pool.start.remote(), FIRST_WORD_S
+    while not ray.wait([starting], timeout=pause)[0]:
+        log.info("engines: %s", ray.get(pool.status.remote()))
+        pause *= 2
+    try:
         facts: EngineFacts = ray.get(starting)
-    except BaseException as error:
-        close_pool(pool)
-        if isinstance(error, RayTaskError):
-            raise EngineError(str(error.cause)) from error
-        raise
-    log.info(
-        "engines: %d x %s (%s, %s) ready in %.0f s",
-        engine.replicas, facts.resolved_class, facts.engine, facts.dtype, facts.start_s,
-    )  # fmt: skip
-    return pool
-
-
-def close_pool(pool: Any) -> None:
-    """Stop the replicas, end the pool."""
-    with suppress(RayError):
-        ray.get(pool.close.remote(), timeout=2 * CLOSE_TIMEOUT_S)
-    ray.kill(pool)
+    except RayTaskError as error:
+        raise EngineError(str(error.cause)) from error
+    return facts
 
 
 class GpuShare:
@@ -125,11 +126,11 @@ class _Replica:
 
 
 class EnginePool:
-    """Thread-safe; runs as a Ray actor (`start_pool`)."""
+    """Thread-safe; runs as a Ray actor (`engine_pool`)."""
 
-    def __init__(self, spec: EngineSpec, engine: EngineConfig) -> None:
+    def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._engine = engine
+        self._engine = spec.engine
         self._changed = threading.Condition()
         self._replicas: dict[int, _Replica] = {}
         self._ids = itertools.count()
@@ -271,7 +272,7 @@ class EnginePool:
                     "runtime_env": {"env_vars": environment},
                 }
             )
-            replica.actors.append(actor.remote(self._spec, self._engine.request_timeout_s))
+            replica.actors.append(actor.remote(self._spec))
             facts: EngineFacts = ray.get(replica.handle.facts.remote(), timeout=timeout_s)
         except GetTimeoutError:
             raise EngineError(

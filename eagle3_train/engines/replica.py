@@ -32,10 +32,10 @@ PROGRESS_CHECK_S = 5.0
 class EngineReplica:
     """Thread-safe; give the actor as many threads as callers that wait at once."""
 
-    def __init__(self, spec: EngineSpec, stall_timeout_s: float) -> None:
-        """Start the engine; an engine step that takes longer than `stall_timeout_s` counts as dead."""
+    def __init__(self, spec: EngineSpec) -> None:
+        """Start the engine; when one of its steps takes longer than engine.request_timeout_s, it counts as dead."""
         self._engine = Engine(spec, on_death=_die)
-        threading.Thread(target=self._watch, args=(stall_timeout_s,), daemon=True).start()
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def generate(self, requests: Sequence[Request]) -> list[Generation]:
         """Answer all, in order; a refused request comes back with finish_reason "error", the reason as text."""
@@ -76,11 +76,11 @@ class EngineReplica:
         """Stop the engine and give its memory back."""
         self._engine.close()
 
-    def _watch(self, stall_timeout_s: float) -> None:
+    def _watch(self) -> None:
         """Notice an engine that hangs: its callers would wait for ever."""
         while True:
             time.sleep(PROGRESS_CHECK_S)
-            if (stalled_s := self._engine.stalled_s) > stall_timeout_s:
+            if (stalled_s := self._engine.stalled_s) > self._engine.spec.engine.request_timeout_s:
                 _die(EngineError(f"one engine step has taken {stalled_s:.0f} s"))
 
 

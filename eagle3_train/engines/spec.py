@@ -71,10 +71,16 @@ class Acceptance:
     num_drafts: int
     accepted_per_position: tuple[int, ...]
 
-    def __add__(self, more: Acceptance) -> Acceptance:
-        accepted = map(operator.add, self.accepted_per_position, more.accepted_per_position)
-        return Acceptance(self.num_drafts + more.num_drafts, tuple(accepted))
-
     def __sub__(self, earlier: Acceptance) -> Acceptance:
         accepted = map(operator.sub, self.accepted_per_position, earlier.accepted_per_position)
         return Acceptance(self.num_drafts - earlier.num_drafts, tuple(accepted))
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """One list of draft tokens: the state at `position` with the embedding of `next_token` began it."""
+
+    request_id: str
+    position: int
+    next_token: int
+    draft_ids: tuple[int, ...]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
 
@@ -230,25 +229,11 @@ def refusals() -> tuple[type[Exception], ...]:
     return (ValueError, VLLMValidationError)
 
 
-def stat_logger(count: Callable[[Acceptance], None]) -> Any:
-    """A vLLM stat logger that passes each step's speculative counters to `count`."""
-    from vllm.v1.metrics.loggers import StatLoggerBase
-
-    class SpeculativeCounters(StatLoggerBase):  # type: ignore[misc]
-        """Forwards `spec_decoding_stats`, which vLLM resets every step."""
-
-        def __init__(self) -> None:
-            pass
-
-        def record(self, scheduler_stats: Any, *_args: Any, **_kwargs: Any) -> None:
-            if scheduler_stats is not None and scheduler_stats.spec_decoding_stats is not None:
-                stats = scheduler_stats.spec_decoding_stats
-                count(Acceptance(stats.num_drafts, tuple(stats.num_accepted_tokens_per_pos)))
-
-        def log_engine_initialized(self) -> None:
-            pass
-
-    return SpeculativeCounters()
+def acceptance(llm: Any) -> Acceptance:
+    """Speculative counters of an engine that drafts, since it started."""
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    accepted = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    return Acceptance(metrics["vllm:spec_decode_num_drafts"].value, tuple(accepted))
 
 
 def forget_engine() -> None:

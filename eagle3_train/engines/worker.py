@@ -1,29 +1,43 @@
-"""Methods added to vLLM's workers (`worker_extension_cls`); called through `collective_rpc`."""
+"""vLLM's worker as every engine of ours runs it: taps where they lack, drafters swapped, drafts recorded."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+from vllm.model_executor.model_loader import utils as loading
+from vllm.model_executor.models.interfaces import supports_eagle3
+from vllm.platforms import current_platform
+
 from eagle3_train.engines import versions
+from eagle3_train.engines.hooks import tapped
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as PlatformWorker
 
 
-@dataclass(frozen=True, slots=True)
-class Drafted:
-    """One list of draft tokens: the state at `position` with the embedding of `next_token` began it."""
+class EngineWorker(PlatformWorker):  # type: ignore[misc]
+    """Hands out every boundary that is asked for. Its other methods are called through `collective_rpc`."""
 
-    request_id: str
-    position: int
-    next_token: int
-    draft_ids: tuple[int, ...]
-
-
-class WorkerExtension:
-    """Mixed into the worker class; `model_runner` and `vllm_config` are the worker's."""
-
-    model_runner: Any
-    vllm_config: Any
+    def load_model(self, **kwargs: Any) -> None:
+        """Put the tapped subclass in the place of the one class the user named; load; mend what this release lacks."""
+        config = self.vllm_config.model_config
+        found, architecture = config.registry.resolve_model_cls(config.architectures, config)
+        named = self.vllm_config.additional_config["tap_by_hooks"]
+        if named and not supports_eagle3(found):
+            if found.__name__ != named:
+                raise ValueError(
+                    f"target.tap_by_hooks={named!r}, but vLLM loads {found.__name__}: name that one"
+                )
+            config.registry.register_model(architecture, tapped(found))
+            loading._MODEL_ARCH_BY_HASH.clear()  # of a wrapper, vLLM has resolved the class already
+        super().load_model(**kwargs)
+        versions.tap_last_layer(self.get_model())
+        versions.mend_sampling()
+        versions.mend_draft_capture(self.model_runner)
 
     def target_class(self) -> str:
         """Name of the class vLLM chose for the target."""
@@ -31,8 +45,6 @@ class WorkerExtension:
 
     def load_drafter(self, directory: str) -> None:
         """Replace the drafter's weights and d2t by those of another checkpoint of the same shape."""
-        from safetensors.torch import load_file
-
         drafter = versions.drafter_of(self.model_runner)
         config = self.vllm_config.speculative_config.draft_model_config
         files = sorted(Path(directory).glob("*.safetensors"))

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from eagle3_train.drafter.drafting import draft_logits
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter
-from eagle3_train.engines.worker import Drafted
+from eagle3_train.engines.spec import Drafted
 from eagle3_train.preflight.check import Check
 from eagle3_train.target.weights import FrozenWeights
 

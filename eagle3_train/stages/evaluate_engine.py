@@ -25,7 +25,7 @@ from eagle3_train.config import JobConfig
 from eagle3_train.corpus.benchmark import HELD_OUT
 from eagle3_train.corpus.read import fingerprint
 from eagle3_train.drafter.checkpoint_format import read_config
-from eagle3_train.engines.pool import close_pool, spec_for, start_pool
+from eagle3_train.engines.pool import engine_pool, spec_for
 from eagle3_train.engines.spec import Acceptance, EngineSpec, Request
 from eagle3_train.provenance import digests
 from eagle3_train.records import EngineFacts, Generation, Prompt
@@ -76,12 +76,9 @@ def ask(replica: Any, requests: Sequence[Request], concurrency: int) -> list[Gen
 def serving(spec: EngineSpec) -> Iterator[Any]:
     """A replica for the duration, ready for as many requests as are ever in flight and no more: it starts sooner."""
     spec = spec.with_engine(replicas=1, max_num_seqs=min(spec.engine.max_num_seqs, MOST_CONCURRENT))
-    pool = start_pool(spec, spec.engine)
-    try:
+    with engine_pool(spec) as pool:
         (replica,) = ray.get(pool.handles.remote()).values()
         yield replica
-    finally:
-        close_pool(pool)
 
 
 def measure(

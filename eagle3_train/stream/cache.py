@@ -47,8 +47,6 @@ def pin(
     work at a steady rate.
     """
     pinned = np.zeros(len(samples), dtype=np.bool_)
-    if not cache_bytes:
-        return pinned
     left = cache_bytes
     for row in np.random.default_rng((seed, len(samples))).permutation(len(samples)):
         nbytes = samples[row].captured_tokens * token_bytes + HEADER_BYTES
@@ -110,11 +108,10 @@ class ShardFile:
 def start_files(folder: str | None) -> list[ActorHandle[Any]]:
     """One ShardFile on every node of the cluster."""
     nodes = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU", 0) > 0]
-    files = [
+    return [
         ray.remote(ShardFile).options(**on(node), max_concurrency=FILE_THREADS).remote(folder)
         for node in nodes
     ]
-    return files
 
 
 class EpochCache:

@@ -38,7 +38,7 @@ from eagle3_train.stream.store import Spill, frees_after_s
 log = logging.getLogger("eagle3_train")
 
 Entries = list[tuple[int, int]]
-"""(epoch, row of the token table) of a pack's samples, in order."""
+"""(epoch, row of the samples) of a pack's samples, in order."""
 SPILL_CHECK_S = 5.0
 
 
@@ -56,14 +56,11 @@ def coordinating(
 
     `samples` are the rows of the plan; the first len(pinned) are trained on, the others held out.
     """
-    lengths = [len(sample.input_ids) for sample in samples]
-    ids = np.concatenate([sample.input_ids for sample in samples]).astype(np.int32)
-    table = ray.put((ids, np.concatenate([[0], np.cumsum(lengths)])))  # read without a copy
     files = start_files(cache_dir) if pinned.any() else []
     coordinator = (
         ray.remote(StreamCoordinator)
         .options(**here())
-        .remote(pool, table, files, pinned, max_bytes, ranks, max_tries)
+        .remote(pool, ray.put(samples), files, pinned, max_bytes, ranks, max_tries)
     )
     try:
         yield coordinator
@@ -78,29 +75,25 @@ class StreamCoordinator:
     def __init__(
         self,
         pool: ActorHandle[Any],
-        table: tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]],
+        samples: list[Sample],
         files: list[ActorHandle[Any]],
         pinned: npt.NDArray[np.bool_],
         max_bytes: int,
         ranks: int,
         max_tries: int,
     ) -> None:
-        """`table`: all token ids, flat, and the offsets of each row's."""
         self._pool = pool
-        self._ids, self._offsets = table
+        self._samples = samples
         self._max_tries = max_tries
         self._cache = EpochCache(files, pinned)
         self._flight = Flight(max_bytes, ranks, frees_after_s())
         self._spill, self._spill_read_at = Spill(), time.monotonic()
         self._captured: set[tuple[int, int]] = set()
-        self._attempts = self._asked = 0
-        self._asked_since = 0.0
+        self._asked, self._asked_since = 0, 0.0
 
     async def begin(self) -> int:
         """Start an attempt and return its number; everything in flight for older ones is dropped."""
-        self._attempts += 1
-        await self._flight.begin(self._attempts)
-        return self._attempts
+        return await self._flight.begin()
 
     async def capture(self, key: PackKey, window_bytes: int, entries: Entries) -> None:
         """Have one pack captured, or read from the cache, and keep its hidden states.
@@ -112,19 +105,16 @@ class StreamCoordinator:
                 return
             delivery = Delivery()
             pending = list(range(len(entries)))
-            while (
-                pending
-            ):  # where two epochs meet a pack may hold a sample twice: the second is cached
+            # Where two epochs meet a pack may hold a sample twice: the second is cached.
+            while pending:
                 once = list({entries[index][1]: index for index in reversed(pending)}.values())
                 await self._fill(delivery, key, entries, sorted(once))
                 pending = [index for index in pending if index not in once]
             await self._flight.keep(key, delivery)
 
-    async def take(self, key: PackKey) -> tuple[list[Any], list[list[int]], dict[int, str]]:
-        """References of a captured pack's parts, the samples of each, bad samples: index in pack, reason."""
-        delivery = await self._flight.take(key)
-        parts = delivery.parts
-        return [part.states for part in parts], [part.indices for part in parts], delivery.bad
+    async def take(self, key: PackKey) -> Delivery:
+        """Wait for a captured pack; its parts hold references."""
+        return await self._flight.take(key)
 
     async def ack(self, attempt: int, window: int, rank: int) -> None:
         """The rank has finished with `window`; the last rank's ack frees its bytes."""
@@ -165,7 +155,7 @@ class StreamCoordinator:
     ) -> None:
         """Have engines read the samples at `indices`; the pinned ones are stored on the way."""
         rows = [entries[index][1] for index in indices]
-        ids = [self._ids[self._offsets[row] : self._offsets[row + 1] - 1] for row in rows]
+        ids = [self._samples[row].input_ids[:-1] for row in rows]
         with self._asking():
             states, nbytes, bad = await self._ask(key, ids)
         delivery.parts.append(Part(states, nbytes, indices))
@@ -204,11 +194,10 @@ class StreamCoordinator:
         raise AssertionError("max_tries is at least 1")
 
     def _count(self, entries: Entries) -> None:
-        """A pinned sample needs one capture, any other one per epoch; what goes beyond is a recapture."""
+        """A pinned training sample needs one capture, any other one per epoch; what goes beyond is a recapture."""
         counters, pinned = self._flight.counters, self._cache.pinned
         for epoch, row in entries:
             if row >= len(pinned):
-                counters.eval_captures += 1
                 continue
             needed = (0 if pinned[row] else epoch, row)
             counters.captures += 1

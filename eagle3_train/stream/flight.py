@@ -43,8 +43,8 @@ class StreamCounters:
     """What has flowed so far; bytes unless said otherwise.
 
     captures: training samples engines captured; of these, recaptures had been captured before (their
-    worker group died, or the cache lost them). eval_captures: held-out samples. capture_busy_s: time
-    during which engines were asked for something.
+    worker group died, or the cache lost them). capture_busy_s: time during which engines were asked for
+    something.
     """
 
     reserved: int = 0
@@ -54,7 +54,6 @@ class StreamCounters:
     delivered_total: int = 0
     captures: int = 0
     recaptures: int = 0
-    eval_captures: int = 0
     cache_hits: int = 0
     captured_tokens: int = 0
     capture_busy_s: float = 0.0
@@ -73,10 +72,9 @@ class _Attempt:
 
     number: int
     next_window: int = 0
-    reserved: dict[int, int] = field(default_factory=dict)
+    reserved: dict[int, int] = field(default_factory=dict)  # window -> bytes
     deliveries: dict[PackKey, Delivery] = field(default_factory=dict)
-    keys_of_window: dict[int, list[PackKey]] = field(default_factory=dict)
-    acks: dict[int, set[int]] = field(default_factory=dict)
+    acks: dict[int, set[int]] = field(default_factory=dict)  # window -> ranks
 
 
 class Flight:
@@ -92,15 +90,14 @@ class Flight:
         self._capturing = 0
         self.counters = StreamCounters()
 
-    async def begin(self, attempt: int) -> None:
-        """Start an attempt; what is in flight for older ones is dropped, what is being captured awaited."""
+    async def begin(self) -> int:
+        """Start an attempt: its number. What is in flight for older ones is dropped, what is being captured awaited."""
         async with self._changed:
-            if attempt <= self._attempt.number:
-                return
-            state = self._attempt = _Attempt(number=attempt)
+            state = self._attempt = _Attempt(self._attempt.number + 1)
             self._changed.notify_all()
             await self._changed.wait_for(lambda: not self._capturing)
         await self._give_back(state, self.counters.reserved, self.counters.in_flight)
+        return state.number
 
     @asynccontextmanager
     async def capturing(self, attempt: int, window: int, window_bytes: int) -> AsyncIterator[None]:
@@ -152,7 +149,6 @@ class Flight:
                 counters.stale += 1
                 return
             state.deliveries[key] = delivery
-            state.keys_of_window.setdefault(key.window, []).append(key)
             counters.in_flight += delivery.nbytes
             counters.peak_in_flight = max(counters.peak_in_flight, counters.in_flight)
             counters.delivered_total += delivery.nbytes
@@ -177,7 +173,7 @@ class Flight:
                 return
             del state.acks[window]
             reserved = state.reserved.pop(window)
-            keys = state.keys_of_window.pop(window, [])
+            keys = [key for key in state.deliveries if key.window == window]
             in_flight = sum(state.deliveries.pop(key).nbytes for key in keys)
         await self._give_back(state, reserved, in_flight)
 

@@ -68,22 +68,17 @@ def _take(pack: Pack, link: StreamLink) -> CapturedPack:
     """Wait for a pack and map its states; no reference outlives this call but the arrays."""
     if not pack.entries:
         return CapturedPack(pack, [], {})
-    refs, indices, bad = ray.get(link.coordinator.take.remote(pack.key(link.attempt)))
-    return CapturedPack(pack, list(zip(ray.get(refs), indices, strict=True)), bad)
+    delivery = ray.get(link.coordinator.take.remote(pack.key(link.attempt)))
+    states = ray.get([part.states for part in delivery.parts])
+    indices = [part.indices for part in delivery.parts]
+    return CapturedPack(pack, list(zip(states, indices, strict=True)), delivery.bad)
 
 
 def _dataset(windows: list[Window], packs: list[Pack], link: StreamLink) -> ray.data.Dataset:
     """Lazy dataset: one block per pack, captured in order, a bounded number at once."""
     window_bytes = {w.index: w.tokens * link.bytes_per_token for w in windows}
-    rows = [
-        {
-            "pack": number,
-            "key": list(pack.key(link.attempt)),
-            "window_bytes": window_bytes[pack.window],
-            "entries": json.dumps(pack.entries),
-        }
-        for number, pack in enumerate(packs)
-    ]
+    asked = [(pack.key(link.attempt), window_bytes[pack.window], pack.entries) for pack in packs]
+    rows = [{"pack": number, "asked": json.dumps(ask)} for number, ask in enumerate(asked)]
     context = ray.data.DataContext.get_current()
     context.execution_options.preserve_order = True
     context.enable_progress_bars = False
@@ -114,7 +109,6 @@ class CaptureClient:
         self, batch: dict[str, npt.NDArray[Any]]
     ) -> AsyncIterator[dict[str, npt.NDArray[Any]]]:
         """Wait until the pack's hidden states are in flight."""
-        key = PackKey(*map(int, batch["key"][0]))
-        entries = [(epoch, row) for epoch, row in json.loads(str(batch["entries"][0]))]
-        await self._coordinator.capture.remote(key, int(batch["window_bytes"][0]), entries)
+        key, window_bytes, entries = json.loads(str(batch["asked"][0]))
+        await self._coordinator.capture.remote(PackKey(*key), window_bytes, entries)
         yield {"pack": batch["pack"]}

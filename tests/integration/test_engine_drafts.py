@@ -15,8 +15,7 @@ from eagle3_train.drafter.checkpoint import read_checkpoint
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.engines.engine import Engine
-from eagle3_train.engines.spec import Request
-from eagle3_train.engines.worker import Drafted
+from eagle3_train.engines.spec import Drafted, Request
 from eagle3_train.records import Generation
 from eagle3_train.target.weights import read_frozen
 from tests import tiny

@@ -15,15 +15,12 @@ import ray
 import torch
 from ray.exceptions import RayActorError
 
-from eagle3_train.config import EngineConfig
 from eagle3_train.engines.launch import EngineError
-from eagle3_train.engines.pool import close_pool, start_pool
+from eagle3_train.engines.pool import engine_pool
 from eagle3_train.engines.spec import EngineSpec, Request
 from tests import tiny
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.timeout(240)]
-
-CONFIG = EngineConfig(replicas=2, cpus=1, request_timeout_s=60, max_replacements=2)
 
 
 class Keeper:
@@ -48,16 +45,16 @@ class Keeper:
         return [self._packs[key]]
 
 
-def capture_spec(target: Path) -> EngineSpec:
-    return tiny.engine_spec(target, "capture", (2, 4, 5, 8), capture_dtype="bfloat16")
+def capture_spec(target: Path, **engine: Any) -> EngineSpec:
+    return tiny.engine_spec(target, "capture", (2, 4, 5, 8), capture_dtype="bfloat16", **engine)
 
 
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, tiny_models: Path) -> Iterator[Any]:
-    handle = start_pool(capture_spec(tiny_models / "llama"), CONFIG)
-    yield handle
-    before = ray.available_resources()["CPU"]
-    close_pool(handle)
+    values = {"replicas": 2, "cpus": 1, "request_timeout_s": 60, "max_replacements": 2}
+    with engine_pool(capture_spec(tiny_models / "llama", **values)) as handle:
+        yield handle
+        before = ray.available_resources()["CPU"]
     assert eventually(lambda: ray.available_resources()["CPU"] == before + 2)
 
 
@@ -130,8 +127,9 @@ def test_a_killed_replica_is_replaced_while_the_other_serves_and_its_states_surv
 
 def test_a_cluster_that_is_too_small_is_named_at_once(ray_cluster: None, tiny_models: Path) -> None:
     started = time.monotonic()
-    with pytest.raises(EngineError, match="need 100 CPU, the cluster has 4"):
-        start_pool(capture_spec(tiny_models / "llama"), EngineConfig(replicas=50, cpus=2))
+    pool = engine_pool(capture_spec(tiny_models / "llama", replicas=50, cpus=2))
+    with pytest.raises(EngineError, match="need 100 CPU, the cluster has 4"), pool:
+        pass
     assert time.monotonic() - started < 30
 
 
@@ -140,6 +138,6 @@ def test_an_engine_that_cannot_start_says_why_and_leaves_nothing(
 ) -> None:
     before = ray.available_resources()["CPU"]
     spec = tiny.engine_spec(tiny_models / "llama", "capture", (2, 4))
-    with pytest.raises(EngineError, match="boundaries that end with L=8"):
-        start_pool(spec, EngineConfig(replicas=1, cpus=1))
+    with pytest.raises(EngineError, match="boundaries that end with L=8"), engine_pool(spec):
+        pass
     assert eventually(lambda: ray.available_resources()["CPU"] == before)

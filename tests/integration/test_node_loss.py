@@ -13,8 +13,8 @@ import psutil
 import pytest
 import ray
 
-from eagle3_train.config import EngineConfig, JobConfig
-from eagle3_train.engines.pool import GpuShare, close_pool, spec_for, start_pool
+from eagle3_train.config import JobConfig
+from eagle3_train.engines.pool import GpuShare, engine_pool, spec_for
 from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import read_metrics
 from eagle3_train.stages import train
@@ -67,16 +67,14 @@ def lose(node: Node) -> None:
 def test_an_engine_shares_each_of_its_gpus_with_a_trainer(
     second_node: Node, tiny_models: Path
 ) -> None:
-    spec = tiny.engine_spec(tiny_models / "llama", "capture", (2, 8))
-    pool = start_pool(spec, EngineConfig(tensor_parallel=2, gpus_per_worker=0.7, cpus=1))
-    try:
+    values = {"tensor_parallel": 2, "gpus_per_worker": 0.7, "cpus": 1}
+    spec = tiny.engine_spec(tiny_models / "llama", "capture", (2, 8), **values)
+    with engine_pool(spec) as pool:
         (engine,) = ray.get(pool.handles.remote()).values()
         shown = ray.get(engine.__ray_call__.remote(lambda _: os.environ["CUDA_VISIBLE_DEVICES"]))
         trainers = [ray.remote(GpuShare).options(num_cpus=0, num_gpus=0.3).remote() for _ in "ab"]
         gpus = [gpu for _, gpu in ray.get([t.where.remote() for t in trainers], timeout=60)]
         assert sorted(shown.split(",")) == sorted(gpus) == ["0", "1"]
-    finally:
-        close_pool(pool)
     del trainers
     wait_until(lambda: ray.available_resources().get("GPU") == 2, "shares were kept")
 
@@ -89,19 +87,16 @@ def test_a_dead_node_costs_its_engine_and_its_cached_samples_only(
     raw["train"] |= {"checkpoint_every": 5}
     raw["stream"] |= {"max_bytes_in_flight": 700_000}
     config = JobConfig.model_validate(raw)
-    pool = start_pool(spec_for(config, "capture", (2, 4, 5, 8)), config.engine)
     results: list[dict[str, Any]] = []
-    running = threading.Thread(target=lambda: results.append(train.run(config, pool)))
-    running.start()
-    try:
+    with engine_pool(spec_for(config, "capture", (2, 4, 5, 8))) as pool:
+        running = threading.Thread(target=lambda: results.append(train.run(config, pool)))
+        running.start()
         while not any(m["step"] >= 12 for m in read_metrics(RunDir(config.run_path).metrics)):
             assert running.is_alive(), "training ended before the blow"
             time.sleep(0.1)
         lose(second_node)
         running.join(timeout=250)
         assert not running.is_alive(), "training hangs"
-    finally:
-        close_pool(pool)
     (result,) = results
     assert result["samples_trained"] == result["samples_expected"] == 500
     assert result["peak_bytes_in_flight"] <= config.stream.max_bytes_in_flight

@@ -18,7 +18,7 @@ import ray
 
 from eagle3_train.config import JobConfig
 from eagle3_train.corpus.table import read_samples
-from eagle3_train.engines.pool import close_pool, spec_for, start_pool
+from eagle3_train.engines.pool import engine_pool, spec_for
 from eagle3_train.rundir import RunDir
 from eagle3_train.stages import rollout
 from tests import tiny
@@ -31,12 +31,13 @@ KILLED_JOB = """
 import sys
 import ray
 from eagle3_train.config import JobConfig
-from eagle3_train.engines.pool import spec_for, start_pool
+from eagle3_train.engines.pool import engine_pool, spec_for
 from eagle3_train.stages import rollout
 
 config = JobConfig.model_validate_json(sys.argv[1])
 ray.init(address="auto", log_to_driver=False)
-rollout.run(config, start_pool(spec_for(config, "capture", (2, 4, 5, 8)), config.engine))
+with engine_pool(spec_for(config, "capture", (2, 4, 5, 8))) as pool:
+    rollout.run(config, pool)
 """
 
 
@@ -77,9 +78,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def pool(ray_cluster: None, tiny_models: Path, folder: Path) -> Iterator[Any]:
     job = config(folder, tiny_models / "llama", "pool")
-    handle = start_pool(spec_for(job, "capture", BOUNDARIES), job.engine)
-    yield handle
-    close_pool(handle)
+    with engine_pool(spec_for(job, "capture", BOUNDARIES)) as handle:
+        yield handle
 
 
 def kill_driver_after_first_shards(job: JobConfig) -> None:

@@ -24,7 +24,7 @@ from ray.util.state import list_actors
 from benchmarks.stream import StorePeak
 from eagle3_train.config import JobConfig
 from eagle3_train.corpus.table import write_shard
-from eagle3_train.engines.pool import close_pool, spec_for, start_pool
+from eagle3_train.engines.pool import engine_pool, spec_for
 from eagle3_train.records import Sample
 from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import read_metrics
@@ -66,9 +66,8 @@ def config_of(folder: Path, name: str) -> JobConfig:
 @pytest.fixture(scope="module")
 def pool(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Iterator[Any]:
     config = config_of(tmp_path_factory.mktemp("pool"), "pool")
-    handle = start_pool(spec_for(config, "capture", (2, 4, 5, 8)), config.engine)
-    yield handle
-    close_pool(handle)
+    with engine_pool(spec_for(config, "capture", (2, 4, 5, 8))) as handle:
+        yield handle
 
 
 class Reader:

@@ -18,7 +18,7 @@ import ray
 from benchmarks.stream import StorePeak
 from eagle3_train.config import JobConfig
 from eagle3_train.corpus.table import write_shard
-from eagle3_train.engines.pool import close_pool, spec_for, start_pool
+from eagle3_train.engines.pool import engine_pool, spec_for
 from eagle3_train.records import Sample
 from eagle3_train.rundir import RunDir
 from eagle3_train.runlog import JobError, read_metrics
@@ -48,9 +48,8 @@ def job(folder: Path, name: str, **train_settings: Any) -> JobConfig:
 def pool(tmp_path_factory: pytest.TempPathFactory, ray_cluster: str) -> Iterator[Any]:
     config = job(tmp_path_factory.mktemp("pool"), "pool")
     boundaries = resolve_boundaries(None, read_facts(config.target.path).num_layers)
-    handle = start_pool(spec_for(config, "capture", boundaries), config.engine)
-    yield handle
-    close_pool(handle)
+    with engine_pool(spec_for(config, "capture", boundaries)) as handle:
+        yield handle
 
 
 def losses(config: JobConfig) -> dict[int, float]:

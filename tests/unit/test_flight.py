@@ -23,7 +23,7 @@ def delivery(states: str, nbytes: int, bad: dict[int, str] | None = None) -> Del
 
 async def _flight(max_bytes: int, ranks: int = 1, frees_after_s: float = 0.0) -> Flight:
     flight = Flight(max_bytes, ranks, frees_after_s)
-    await flight.begin(0)
+    await flight.begin()
     return flight
 
 
@@ -93,7 +93,7 @@ def test_a_new_attempt_frees_everything_and_turns_old_callers_away() -> None:
         await stream.reserve(0, 0, 80)
         await stream.keep(PackKey(0, 0, 0, 0), delivery("ref", 80))
         waiting = await _blocked(stream.reserve(0, 1, 80))
-        await stream.begin(1)
+        await stream.begin()
         with pytest.raises(StaleAttemptError):
             await waiting
         await stream.keep(PackKey(0, 0, 0, 1), delivery("late", 10))
@@ -123,7 +123,7 @@ def test_a_new_attempt_waits_for_the_captures_of_the_old_one_which_still_fill_me
     async def story() -> None:
         stream = await _flight(100)
         async with stream.capturing(0, 0, 80):
-            beginning = await _blocked(stream.begin(1))
+            beginning = await _blocked(stream.begin())
             assert stream.counters.reserved == 80
         await beginning
         assert stream.counters.reserved == 0

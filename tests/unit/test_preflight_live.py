@@ -11,7 +11,7 @@ from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.engines.capture import StatesError
 from eagle3_train.engines.launch import EngineError
-from eagle3_train.engines.worker import Drafted
+from eagle3_train.engines.spec import Drafted
 from eagle3_train.preflight import states
 from eagle3_train.preflight.live import failure
 from eagle3_train.preflight.nodes import compare_versions
