@@ -183,9 +183,11 @@ class _Attend(Function):
 
 def _dots(x: Tensor, context: Tensor, later: list[Tensor], rows: Tensor) -> Tensor:
     """x [rows, kv_heads, group, dim] with a document's step-0 keys and with each row's own later ones: [kv_heads,
-    group, rows, context keys + diagonal]; values in place of keys when x is a gradient."""
-    diagonal = [torch.einsum("mhgd,mhd->hgm", x, y.index_select(0, rows)) for y in later]
-    causal = torch.einsum("mhgd,jhd->hgmj", x, context)
+    group, rows, context keys + diagonal]; values in place of keys when x is a gradient. Never narrower than fp32."""
+    dtype = wide(x.dtype)
+    x, own = x.to(dtype), [y.index_select(0, rows).to(dtype) for y in later]
+    diagonal = [torch.einsum("mhgd,mhd->hgm", x, y) for y in own]
+    causal = torch.einsum("mhgd,jhd->hgmj", x, context.to(dtype))
     return torch.cat([causal, *(part[..., None] for part in diagonal)], -1)
 
 
@@ -210,12 +212,12 @@ def _forward(
         part = grouped.index_select(0, picked)
         scores = _scores(part, keys[0][first:last], keys[1:], picked, own) * state.scale
         norm = scores.logsumexp(-1)
-        weights = (scores - norm[..., None]).exp_()
+        weights = (scores - norm[..., None]).exp_().to(part.dtype)
         part = torch.einsum("hgmj,jhd->mhgd", weights[..., : last - first], values[0][first:last])
         for j, value in enumerate(values[1:], last - first):
             part += torch.einsum("hgm,mhd->mhgd", weights[..., j], value.index_select(0, picked))
         out.index_copy_(0, picked.long(), part)
-        lse.index_copy_(0, picked.long(), norm.permute(2, 0, 1).to(lse.dtype))
+        lse.index_copy_(0, picked.long(), norm.permute(2, 0, 1))
 
 
 def _backward(saved: Saved, state: StepAttention, rows: QueryRows, k: int, d_query: Tensor) -> None:
@@ -227,7 +229,7 @@ def _backward(saved: Saved, state: StepAttention, rows: QueryRows, k: int, d_que
     scale = state.scale
     grouped, d_query = query.unflatten(1, heads), d_query.unflatten(1, heads)
     lse, d_out = lse.view(len(lse), *heads), d_out.view(len(lse), *heads, -1)
-    delta = (out.view(d_out.shape) * d_out).sum(-1)
+    delta = (out.view(d_out.shape).to(lse.dtype) * d_out).sum(-1)
     for picked, first, last, own in rows.documents():
         q, do = grouped.index_select(0, picked), d_out.index_select(0, picked)
         scores = _scores(q, keys[0][first:last], keys[1:], picked, own) * scale
