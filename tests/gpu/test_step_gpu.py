@@ -16,6 +16,7 @@ from eagle3_train.drafter.rows import PackedBatch
 from eagle3_train.drafter.spec import DrafterSpec, RopeSpec
 from eagle3_train.training.optim import AdamW
 from tests.unit.drafter_cases import (
+    attention_errors,
     gradients,
     llama_spec,
     make_document,
@@ -114,6 +115,10 @@ def test_every_loss_equals_the_reference_in_bf16(kind):
     # bf16 teacher logits flip some argmaxes (hard_ce) and the sign of p - q where the two are close (tv, lk)
     rough = kind in ("hard_ce", "tv", "lk_alpha", "lk_lambda")
     compare(llama(), LossOptions(kind=kind), 2e-2 if rough else 5e-3, 0.3 if rough else 3e-2)
+
+
+def test_bf16_attention_keeps_its_gradients_where_scores_are_large():
+    assert max(attention_errors("cuda")) < 0.2
 
 
 def test_metrics_on_the_gpu_count_every_supervised_row():

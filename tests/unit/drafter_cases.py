@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from eagle3_train.drafter.attention import QueryRows, StepAttention
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.drafter.rows import PackedBatch, plan_rows
@@ -127,3 +128,32 @@ MASKS = (
     [0, 0, 1, 1, 1],
     [0, 0, 0, 1, 0],
 )
+
+
+def attention_errors(device: str) -> list[float]:
+    """Relative errors in bf16 of attention's output and of the gradients of queries and keys with values.
+
+    The keys have a share in common: scores of about 300, which differ by about 20.
+    """
+    spec = llama_spec()
+    rows = pack([make_document(spec, [0] * 20 + [1] * 60, 10)], 1).rows
+    starts, context, width = rows.counts[0], len(rows.context), 2 * spec.head_dim
+    unrotated = torch.ones(128, spec.head_dim // 2), torch.zeros(128, spec.head_dim // 2)
+    g = torch.Generator().manual_seed(0)
+    query = torch.randn(starts, 2 * width, generator=g) + 16
+    keys = torch.randn(context, width, generator=g) / 2 + 8
+    key_value = torch.cat([keys, torch.randn(context, width, generator=g)], 1)
+    d_out = torch.randn(starts, 2 * width, generator=g).bfloat16()
+    found = []
+    for where, dtype in (("cpu", torch.float64), (device, torch.bfloat16)):
+        inputs = [x.bfloat16().to(where, dtype).requires_grad_() for x in (query, key_value)]
+        at, tables = rows.to(torch.device(where)), tuple(t.to(where) for t in unrotated)
+        like = torch.empty(0, dtype=dtype, device=where)
+        attend = StepAttention(spec, [starts], [context], at.offsets, like)
+        out = attend(inputs[0].clone(), inputs[1], QueryRows.of_step(at, 0, tables))
+        out.backward(d_out.to(where, dtype))
+        found.append(
+            [x.detach().to("cpu", torch.float64) for x in (out, *(i.grad for i in inputs))]
+        )
+    pairs = zip(*found, strict=True)
+    return [((rounded - exact).norm() / exact.norm()).item() for exact, rounded in pairs]
