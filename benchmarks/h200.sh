@@ -107,7 +107,7 @@ tune)
 real)
   smollm2
   python3 benchmarks/step_real.py --target "$target" --rollout "$2" --limit 2000 --draft-vocab 16384 --tokens 4096 --ttt 4 --lr 1e-3 \
-    --device cuda --dtype bfloat16 --cache "$work/step-real.pt" plain fp8 plain@1 fp8@1 2>&1 | tee "$out/real.txt"
+    --device cuda --dtype bfloat16 --cache "$work/step-real.pt" plain fp8 plain@1 fp8@1 fp8: fp8:forward+input 2>&1 | tee "$out/real.txt"
   ;;
 esac
 exit $status

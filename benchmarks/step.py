@@ -169,7 +169,12 @@ def main() -> None:
     )
     parser.add_argument("--all", action="store_true", help="every shape and implementation")
     parser.add_argument("--shapes", nargs="*", default=["llama8b"])
-    parser.add_argument("--impls", nargs="*", default=None, help="ours, ours-fp8, specforge, ...")
+    parser.add_argument(
+        "--impls",
+        nargs="*",
+        default=None,
+        help="ours, ours-fp8, ours-fp8:forward+input, specforge, ...",
+    )
     parser.add_argument("--supervised", nargs="*", type=float, default=None)
     parser.add_argument("--peers", type=Path, default=None)
     parser.add_argument("--iters", type=int, default=20)

@@ -21,12 +21,14 @@ from benchmarks import step_flops
 from eagle3_train.drafter.checkpoint_format import expected_tensors
 from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.losses import LossOptions
+from eagle3_train.drafter.matmul import Fp8Weight
 from eagle3_train.drafter.model import Eagle3Drafter
 from eagle3_train.drafter.rows import PackedBatch, RowPlan, assemble_plan, plan_rows
 from eagle3_train.drafter.spec import DrafterSpec, MlaShape, RopeSpec
 from eagle3_train.training.optim import AdamW
 
 DECAY = 0.8
+FAST = Fp8Weight.fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +225,13 @@ def build(
     return drafter, target.to(device, dtype)
 
 
+def in_fp8(variant: str) -> bool:
+    """Whether `...fp8` or `...fp8:PRODUCT+...` was asked for; the latter says which products sum fast."""
+    name, given, products = variant.partition(":")
+    Fp8Weight.fast = frozenset(products.split("+")) if given else FAST
+    return name.endswith("fp8")
+
+
 class Ours:
     """Drafter, target and optimiser of one shape; `step` is what is timed."""
 
@@ -262,7 +271,7 @@ def _spent_ms(marks: list[torch.cuda.Event]) -> list[float]:
 
 def measure_ours(shape: Shape, options: argparse.Namespace, turn: Any) -> None:
     """Time every supervised fraction; print one RESULT line each."""
-    ours = Ours(shape, options.impl == "ours-fp8")
+    ours = Ours(shape, in_fp8(options.impl))
     torch.cuda.empty_cache()
     batches = {
         f: [pack.to("cpu") for pack in our_packs(shape, make_documents(shape, f, "cuda"))]

@@ -2,8 +2,9 @@
 
   python benchmarks/step_real.py --target models/smollm2-135m-instruct --rollout runs/demo/rollout --steps 500 plain fp8 plain@1
 
-A variant is plain or fp8, then [@SEED]; the seed orders the data, so plain and plain@1 show what noise is. States are captured with Transformers once and kept in --cache; `--device cuda --dtype bfloat16` trains on a
-GPU. Prints one JSON line per variant: mean loss by fifth of the run, held-out loss and expected acceptance length before
+A variant is plain, fp8 or, naming the products that sum fast, fp8:[forward+input+weight], then [@SEED]; the seed orders the
+data, so plain and plain@1 show what noise is. States are captured with Transformers once and kept in --cache;
+`--device cuda --dtype bfloat16` trains on a GPU. Prints one JSON line per variant: mean loss by fifth of the run, held-out loss and expected acceptance length before
 and after.
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.step_ours import in_fp8
 from eagle3_train.config import DrafterConfig
 from eagle3_train.corpus.table import read_samples
 from eagle3_train.corpus.vocab import most_supervised
@@ -109,7 +111,7 @@ def train(
     name, _, seed = variant.partition("@")
     device, dtype = options.device, getattr(torch, options.dtype)
     target = FrozenTarget(data["embed"], data["head"], None, data["eps"], data["d2t"])
-    drafter = Eagle3Drafter(spec, fp8=name == "fp8")
+    drafter = Eagle3Drafter(spec, fp8=in_fp8(name))
     init_from_target(drafter, target, torch.Generator().manual_seed(0))
     with torch.no_grad():  # the captured states are normed already, what the drafter makes is not
         drafter.norm.weight.copy_(data["norm"])

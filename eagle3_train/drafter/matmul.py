@@ -68,6 +68,9 @@ class PlainWeight:
 class Fp8Weight(PlainWeight):
     """The same products in fp8. The weight is rounded once per direction and forward pass."""
 
+    fast = frozenset({"forward"})
+    """Which of the forward, input and weight (gradient) products may sum in short registers (`_scaled`)."""
+
     def __init__(self, weight: Tensor) -> None:
         if any(size % 16 for size in weight.shape):
             raise ValueError(
@@ -85,18 +88,18 @@ class Fp8Weight(PlainWeight):
 
     def forward(self, x: Tensor, add: Tensor | None, out: Tensor | None) -> Tensor:
         """x W^T (+ add), into `out` if given."""
-        y = _scaled(round_rows(x), self._rows, x.dtype, fast=True)
+        y = _scaled(round_rows(x), self._rows, x.dtype, "forward" in self.fast)
         if add is not None:
             return torch.add(y, add, out=out)
         return y if out is None else out.copy_(y)
 
     def input_gradient(self, dy: Tensor, out: Tensor | None) -> Tensor:
         """dy W, into `out` if given."""
-        dx = _scaled(round_rows(dy), self._columns, dy.dtype)
+        dx = _scaled(round_rows(dy), self._columns, dy.dtype, "input" in self.fast)
         return dx if out is None else out.copy_(dx)
 
     def _add(self, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
-        part = _scaled(round_columns(dy), round_columns(x), dy.dtype)
+        part = _scaled(round_columns(dy), round_columns(x), dy.dtype, "weight" in self.fast)
         return part if total is None else total.add_(part)
 
 
@@ -109,7 +112,7 @@ E4M3_MAX = 448.0
 
 
 def _scaled(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool = False
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """a b^T of rounded operands [rows, inner] with scales [rows, 1]; off CUDA the same rounding, multiplied in fp32.
 
