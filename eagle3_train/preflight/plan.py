@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 from eagle3_train.config import JobConfig
@@ -260,13 +261,15 @@ def _disk(config: JobConfig, plan: Plan) -> Check:
         folder = Path(config.stream.cache_dir or tempfile.gettempdir())
         wanted.append(("a node's cache needs", folder, cache))
     said: list[str] = []
+    taken = Counter[int]()  # of each disk
     for what, folder, need in wanted:
         if not (folder.is_dir() and os.access(folder, os.W_OK)):
             reason = f"{what} a directory, {folder} is none that can be written"
             return Check("disk", "fail", reason, "set runs_dir or stream.cache_dir to another")
-        free = shutil.disk_usage(folder).free
+        free, disk = shutil.disk_usage(folder).free, folder.stat().st_dev
         said.append(f"{what} {_size(need)}, {_size(free)} free at {folder}")
-        if need > free:
+        taken[disk] += need
+        if taken[disk] > free:
             fix = "lower train.keep_checkpoints or stream.cache_bytes, or move runs_dir or stream.cache_dir"
             return Check("disk", "fail", "; ".join(said), fix)
     if place not in (runs, runs.parent):
@@ -289,7 +292,7 @@ def _rates(config: JobConfig, plan: Plan) -> Check:
     known = {"capture": plan.capture_hours, "training": plan.train_hours}
     parts = ", ".join(f"{what} {h:.2f} h" for what, h in known.items() if h is not None)
     if rate is None or plan.capture_hours is None or plan.train_hours is None:
-        given = config.preflight.model_dump()
+        given = config.preflight.model_dump() | {"samples": plan.samples}
         names = ("capture_tokens_per_s", "train_tokens_per_s", "samples")
         missing = ", ".join(f"preflight.{name}" for name in names if given[name] is None)
         return Check("rates", "ok", f"{parts or 'no hours'}; the rest is predicted from {missing}")

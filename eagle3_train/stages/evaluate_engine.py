@@ -215,9 +215,11 @@ def depends_on(config: JobConfig, directory: Path | None) -> dict[str, Any]:
     """What a measurement depends on: the engine too (a speedup compares one engine), not what is beside it."""
     drafter = directory and [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
     files = [source for source in config.evaluate.sources if source != HELD_OUT]
+    rollout = RunDir(config.run_path).rollout_state
+    held_out = HELD_OUT in config.evaluate.sources and rollout.is_file()
     return {
         "drafter": drafter and [str(directory), *digests(drafter)],
-        "prompts": fingerprint(files) if files else None,
+        "prompts": [files and fingerprint(files), held_out and digests([rollout])],
         "settings": config.model_dump(
             mode="json",
             include={"target", "corpus", "engine", "evaluate"},

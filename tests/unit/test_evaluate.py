@@ -293,6 +293,9 @@ def test_edited_prompts_are_measured_again(config: JobConfig, tmp_path: Path) ->
     assert read_kept(job, "plain") == measured(plainly())
     asked.write_text('{"prompt": "two"}\n')
     assert read_kept(job, "plain") is None
+    keep(config, "plain", None, measured(plainly()))
+    write_atomic(RunDir(config.run_path).rollout_state, '{"data": "other"}')
+    assert read_kept(config, "plain") is None, "what is held out was answered again"
 
 
 def with_files(config: JobConfig, folder: Path, files: dict[str, list[str]]) -> JobConfig:

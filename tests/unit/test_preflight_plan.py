@@ -1,6 +1,7 @@
 """What a run costs is arithmetic; what cannot fit is caught before it is started."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -106,6 +107,19 @@ def test_an_unknown_number_of_samples_is_said_and_not_invented(tmp_path):
     found = verdicts(job, target, tmp_path)
     assert "not known" in found["bytes_per_token"].reason
     assert "preflight.samples" in found["rates"].reason
+    limited = config(tmp_path, preflight=rates, corpus={"limit": 10})
+    assert "samples" not in verdicts(limited, target, tmp_path)["rates"].reason
+
+
+def test_checkpoints_and_cache_on_one_disk_are_added_up(tmp_path, monkeypatch):
+    job, target = config(tmp_path), facts("llama-3.1-8b", tmp_path)
+    need = Plan(job, target).checkpoint_bytes
+    usage = shutil._ntuple_diskusage(3 * need, 0, int(1.5 * need))
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda _: usage)
+    assert verdicts(job, target, tmp_path)["disk"].verdict == "ok"
+    stream = {"cache_bytes": need, "cache_dir": str(tmp_path)}
+    both = verdicts(config(tmp_path, stream=stream), target, tmp_path)["disk"]
+    assert both.verdict == "fail", both.reason
 
 
 def test_weights_weigh_what_the_engine_makes_of_them(tmp_path):
