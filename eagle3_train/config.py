@@ -163,9 +163,9 @@ class EngineConfig(Section):
     max_num_seqs: PositiveInt = 64
     """Requests decoded together."""
     max_num_batched_tokens: PositiveInt | None = None
-    """Tokens scheduled in one engine step; null is the engine's choice."""
+    """Tokens scheduled in one engine step; null means 8192 (2048 on CPU), or max_model_len if longer."""
     kv_cache_bytes: PositiveInt | None = None
-    """KV cache of one worker; null lets gpu_memory_utilization decide."""
+    """KV cache of one worker; null lets gpu_memory_utilization decide (1 GiB on CPU)."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
     """Share of a GPU's memory the engine may take."""
     enforce_eager: bool = False

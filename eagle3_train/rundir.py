@@ -1,4 +1,4 @@
-"""The only module that knows a file name inside a run directory."""
+"""Layout of a run directory: which stage writes what, where."""
 
 from __future__ import annotations
 

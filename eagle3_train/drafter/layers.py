@@ -1,6 +1,6 @@
 """The elementwise halves of a decoder layer as autograd functions with their own backward passes.
 
-`norm_fork` and `gated_down` fuse what eager PyTorch would spread over many passes through memory; on CUDA each
+`norm_fork` and `GatedDown` fuse what eager PyTorch would spread over many passes through memory; on CUDA each
 is one or two Triton kernels, elsewhere plain tensor code with the same formulas.
 """
 

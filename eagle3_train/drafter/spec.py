@@ -1,6 +1,6 @@
 """What a drafter is: its shape, its switches and its rotary embedding, as frozen records.
 
-A `DrafterSpec` holds numbers only; the weights are in `model.py`. It refuses impossible values on construction, a
+A `DrafterSpec` holds numbers only; the weights are in `modules.py`. It refuses impossible values on construction, a
 `RopeSpec` when it is read from a configuration.
 """
 

@@ -1,1 +1,1 @@
-"""One file per verb; stages never import one another."""
+"""One file per verb, with helpers of its name; verbs never import one another."""

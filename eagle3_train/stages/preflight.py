@@ -74,7 +74,7 @@ class Report:
 
 
 def run(config: JobConfig, depth: Depth, package: Path | None = None) -> Report:
-    """Run every depth up to `depth`; `package` is the directory the job would upload, None inside a job.
+    """Run every depth up to `depth`; `package` is the directory the job would upload, None in a job that trains.
 
     The live depth does not start when an earlier check blocks.
     """

@@ -1,4 +1,4 @@
-"""What Ray's object store says of itself. The one place that asks Ray's private interfaces."""
+"""What Ray's object store says of itself, by Ray's private interfaces."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checkpoints: torch DCP (each rank its own files) beside a plain copy any process can read.
 
 One directory holds DCP files, `drafter.safetensors` (full weights, for export) and `state.json` (step,
-ledger, metrics). Ranks write to their own folders; Ray Train merges them.
+ledger, bad samples, evaluations). Ranks write to their own folders; Ray Train merges them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What training starts from: draft vocabulary, frozen target tensors, the drafter's first weights.
 
-The driver writes one file of them, once; every rank of every attempt, and the untrained export, read it.
+The driver writes one file of draft vocabulary and weights, once; every rank of every attempt, and the untrained export, read it.
 """
 
 from __future__ import annotations
