@@ -20,7 +20,7 @@ from eagle3_train.drafter.checkpoint import validate_checkpoint, write_checkpoin
 from eagle3_train.drafter.checkpoint_format import ServedTarget, read_config
 from eagle3_train.drafter.model_card import write_card
 from eagle3_train.engines.resolve import engine_index, resolve_target
-from eagle3_train.rundir import RunDir
+from eagle3_train.rundir import RunDir, reading
 from eagle3_train.runlog import log
 from eagle3_train.target.facts import TargetFacts, read_facts, resolve_boundaries
 from eagle3_train.training.checkpoint import STATE, WEIGHTS
@@ -63,7 +63,7 @@ def _export(
         validate_checkpoint(directory, spec, boundaries, target)
         log.info("export: %s is current", directory)
         return
-    with safe_open(initial, "pt") as file:
+    with reading(initial), safe_open(initial, "pt") as file:
         d2t = None if spec.full_vocab else file.get_tensor("d2t")
     write_checkpoint(
         directory,

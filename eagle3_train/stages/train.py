@@ -48,9 +48,7 @@ def run(config: JobConfig, pool: ActorHandle[Any]) -> dict[str, Any]:
         done: dict[str, Any] = json.loads(paths.train_result.read_text())
         return done
     train, held_out = check(config)
-    facts = read_facts(config.target.path)
-    boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
-    token_bytes = bytes_per_token(facts.hidden_size, len(boundaries), config.stream.dtype)
+    token_bytes = _token_bytes(config)
     write_initial(config, train)
     shutil.rmtree(paths.saving, ignore_errors=True)  # what an interrupted job was writing
     _remove_unregistered(paths)
@@ -153,8 +151,21 @@ def check(config: JobConfig) -> tuple[list[Sample], list[Sample]]:
         saved = json.loads((known[-1] / checkpoint.STATE).read_text())
         ledger = Ledger.from_hex(saved["ledger"], config.train.epochs, len(train))
         step = saved["step"]
-    plan_run(train, held_out, plan_shape(config), ledger.trained, step)
+    windows = plan_run(train, held_out, plan_shape(config), ledger.trained, step)
+    largest = max((window.tokens for window in windows), default=0) * _token_bytes(config)
+    if largest > config.stream.max_bytes_in_flight:
+        raise ValueError(
+            f"stream.max_bytes_in_flight={config.stream.max_bytes_in_flight} is less than the largest optimiser window, "
+            f"{largest} bytes; raise it, or lower stream.tokens_per_pack or train.accumulation"
+        )
     return train, held_out
+
+
+def _token_bytes(config: JobConfig) -> int:
+    """Bytes of one token's hidden states."""
+    facts = read_facts(config.target.path)
+    boundaries = resolve_boundaries(config.drafter.aux_layers, facts.num_layers)
+    return bytes_per_token(facts.hidden_size, len(boundaries), config.stream.dtype)
 
 
 def train_worker(job: dict[str, Any]) -> None:

@@ -194,6 +194,14 @@ def test_fewer_samples_than_workers_is_refused_at_once(pool: Any, tmp_path: Path
         train.run(config, pool)
 
 
+def test_a_budget_below_one_window_is_refused_with_the_arithmetic(tmp_path: Path) -> None:
+    config = job(tmp_path, "small")
+    train.check(config)
+    small = config.stream.model_copy(update={"max_bytes_in_flight": 1000})
+    with pytest.raises(ValueError, match=r"less than the largest optimiser window, [0-9]{5,} bytes"):
+        train.check(config.model_copy(update={"stream": small}))
+
+
 def test_the_result_names_checkpoints_that_exist(undisturbed: tuple[JobConfig, Any]) -> None:
     _, result = undisturbed
     for key in ("best_checkpoint", "last_checkpoint"):

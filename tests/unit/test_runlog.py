@@ -1,9 +1,11 @@
-"""The metrics record survives kills."""
+"""The metrics record survives kills, and a file is written whole or not at all."""
 
 from pathlib import Path
 
+import pytest
+
 from eagle3_train.config_file import load_config
-from eagle3_train.rundir import RunDir
+from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import MetricsLog, read_metrics, reason
 
 DEMO = Path(__file__).resolve().parents[2] / "configs" / "demo.yaml"
@@ -24,6 +26,17 @@ def test_a_resumed_run_drops_the_steps_that_were_lost(tmp_path: Path) -> None:
     log.write(5, {"note": [1, 2]})
     log.close()
     assert read_metrics(record) == [{"step": 4, "a": 1}, {"step": 5, "note": [1, 2]}]
+
+
+def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "file", "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomic(tmp_path / "file", "\ud800")
+    (tmp_path / "folder" / "inside").mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        write_atomic(tmp_path / "folder", b"new")
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder"}
+    assert (tmp_path / "file").read_text() == "old"
 
 
 def test_what_a_worker_said_is_read_without_the_traceback_around_it() -> None:
