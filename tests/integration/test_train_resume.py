@@ -198,7 +198,9 @@ def test_a_budget_below_one_window_is_refused_with_the_arithmetic(tmp_path: Path
     config = job(tmp_path, "small")
     train.check(config)
     small = config.stream.model_copy(update={"max_bytes_in_flight": 1000})
-    with pytest.raises(ValueError, match=r"less than the largest optimiser window, [0-9]{5,} bytes"):
+    with pytest.raises(
+        ValueError, match=r"less than the largest optimiser window, [0-9]{5,} bytes"
+    ):
         train.check(config.model_copy(update={"stream": small}))
 
 
