@@ -292,6 +292,8 @@ class ExportConfig(Section):
     """Type of the exported weights."""
     checkpoint: Literal["best", "last"] = "best"
     """Which checkpoint is exported."""
+    max_shard_bytes: PositiveInt = 5_000_000_000
+    """Largest safetensors file."""
 
 
 class EvaluateConfig(Section):

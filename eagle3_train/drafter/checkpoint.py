@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from huggingface_hub import save_torch_state_dict
 from jaxtyping import Bool, Int
-from safetensors.torch import save_file
 from torch import Tensor
 
 from eagle3_train.drafter.checkpoint_format import (
@@ -45,6 +45,7 @@ def write_checkpoint(
     boundaries: tuple[int, ...],
     target: ServedTarget,
     dtype: Dtype = "bfloat16",
+    max_shard_bytes: int = 5_000_000_000,
     metadata: Json | None = None,
     layout: Layout = "eagle3",
 ) -> None:
@@ -69,7 +70,7 @@ def write_checkpoint(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    save_file(tensors, temporary / "model.safetensors", {"format": "pt"})
+    save_torch_state_dict(tensors, temporary, max_shard_size=max_shard_bytes)
     for file in temporary.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)

@@ -58,7 +58,8 @@ def _export(
     initial = RunDir(config.run_path).initial_weights
     made_of = provenance.digests([weights, initial])
     source = f"{weights.parent.name}/{weights.name} as {config.export.dtype} {config.export.format}"
-    metadata = metadata | {"source": source, "made_of": made_of}
+    made = {"source": source, "made_of": made_of, "shard_bytes": config.export.max_shard_bytes}
+    metadata = metadata | made
     if _described(directory) == metadata | {"commit": None}:
         validate_checkpoint(directory, spec, boundaries, target)
         log.info("export: %s is current", directory)
@@ -73,6 +74,7 @@ def _export(
         boundaries,
         target,
         config.export.dtype,
+        config.export.max_shard_bytes,
         metadata,
         config.export.format,
     )

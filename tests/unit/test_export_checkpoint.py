@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import save_torch_state_dict
 from safetensors.torch import load_file, save_file
 
 from eagle3_train.drafter.checkpoint import (
@@ -87,17 +86,15 @@ def test_what_is_written_validates_and_reads_back_equal(tmp_path: Path, spec: Dr
         assert torch.equal(tensors[name], tensor), name
 
 
-def split(directory: Path) -> Path:
-    """The same checkpoint in many files, as other projects write large ones."""
-    tensors = load_file(directory / "model.safetensors")
-    (directory / "model.safetensors").unlink()
-    save_torch_state_dict(tensors, directory, max_shard_size=3000)
-    return directory
-
-
 def test_many_shards_hold_the_same_weights_as_one(tmp_path: Path) -> None:
-    one, many = write(tmp_path / "one"), split(write(tmp_path / "many"))
-    assert len(list(many.glob("*.safetensors"))) > 2
+    one, many = write(tmp_path / "one"), write(tmp_path / "many", max_shard_bytes=3000)
+    files = list(many.glob("*.safetensors"))
+    index = json.loads((many / "model.safetensors.index.json").read_text())
+    assert len(files) > 2
+    assert {f.name for f in files} == set(index["weight_map"].values())
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for t in load_file(one / "model.safetensors").values()
+    )
     check(many)
     left, right = read_checkpoint(one)[1], read_checkpoint(many)[1]
     assert left.keys() == right.keys()
@@ -105,7 +102,7 @@ def test_many_shards_hold_the_same_weights_as_one(tmp_path: Path) -> None:
 
 
 def test_a_newer_export_replaces_an_older_one_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
-    split(write(tmp_path / "drafter"))
+    write(tmp_path / "drafter", max_shard_bytes=3000)
     write(tmp_path / "drafter")
     assert [p.name for p in tmp_path.iterdir()] == ["drafter"]
     assert sorted(p.name for p in (tmp_path / "drafter").iterdir()) == [
@@ -471,7 +468,7 @@ def test_the_speculators_layouts_own_section_is_validated(
 
 
 def test_an_index_that_leaves_out_a_tensor_is_refused(tmp_path: Path) -> None:
-    directory = split(write(tmp_path / "drafter"))
+    directory = write(tmp_path / "drafter", max_shard_bytes=3000)
     path = directory / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     del index["weight_map"]["norm.weight"]
