@@ -21,7 +21,7 @@ import yaml
 
 from eagle3_train.config import CorpusConfig
 from eagle3_train.corpus.account import Accounting
-from eagle3_train.corpus.load import NOWHERE, load_given
+from eagle3_train.corpus.load import load_given
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.corpus.table import read_samples
 from eagle3_train.records import Sample
@@ -78,9 +78,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--samples", type=int, default=3, help="samples shown in full")
     parser.add_argument("--colour", action="store_true", help="colours even into a pipe")
-    parser.add_argument(
-        "--quarantine", type=Path, default=NOWHERE, help="write dropped rows here, JSONL"
-    )
+    parser.add_argument("--quarantine", type=Path, help="write dropped rows here, JSONL")
     parser.add_argument("--html", type=Path)
     parser.add_argument("--png", type=Path)
     return parser.parse_args()
@@ -149,7 +147,10 @@ def facts(samples: list[Sample], accounting: Accounting | None) -> list[tuple[st
         dropped = sum(accounting.dropped.values())
         rows.append(("rows", f"{accounting.rows_in} = {accounting.kept} kept + {dropped} dropped"))
         for reason, count in accounting.dropped.most_common():
-            rows.append((f"dropped {reason}", f"{count}, e.g. {accounting.examples[reason]}"))
+            rows.append((f"dropped {reason}", f"{count}, e.g. {accounting.details[reason][0]}"))
+        rows += [
+            (f"normalised {name}", str(count)) for name, count in accounting.fixed.most_common()
+        ]
     return rows
 
 

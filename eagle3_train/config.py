@@ -112,6 +112,8 @@ class CorpusConfig(Section):
     """Extra role names (lower case), each mapped to system, user, assistant or tool."""
     leading_assistant: Literal["drop_turn", "skip_row"] = "skip_row"
     """A conversation that starts with the assistant: drop that turn, or skip the row."""
+    several_system_turns: Literal["merge", "skip_row"] = "merge"
+    """More than one system turn: join them with a blank line, or skip the row."""
     system_prompt: str | None = None
     """System prompt added to conversations that have none; null adds nothing."""
     template_kwargs: dict[str, Any] = {}

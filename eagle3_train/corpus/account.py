@@ -15,6 +15,8 @@ from typing import TextIO
 from eagle3_train.records import Prompt, Sample
 from eagle3_train.rundir import write_atomic
 
+DETAILS_KEPT = 5
+
 
 class CorpusError(ValueError):
     """Data that no run should start with; the message says what was found and what to do."""
@@ -23,8 +25,8 @@ class CorpusError(ValueError):
 class Unusable(Exception):
     """One row cannot be used: a short `reason` to count by, and a `detail` for a person."""
 
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(f"{reason}: {detail}")
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
         self.reason = reason
         self.detail = detail
 
@@ -33,14 +35,16 @@ class Unusable(Exception):
 class Accounting:
     """Counts of one read. Every row ends in `keep` or `drop`, once.
 
-    quarantine: gets one JSON line per dropped row. examples: the first row dropped for each reason. domains: per
-    domain the samples (a row can give one per turn), tokens, supervised tokens and cut samples of the kept rows.
+    quarantine: gets one JSON line per dropped row. fixed: rows normalised, by what was done. domains: per
+    domain the samples (a row can give one per turn), tokens and supervised tokens of the kept rows.
     """
 
-    quarantine: TextIO
+    quarantine: TextIO | None = None
     kept: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)
+    fixed: Counter[str] = field(default_factory=Counter)
+    details: dict[str, list[str]] = field(default_factory=dict)
+    columns: set[str] = field(default_factory=set)
     domains: dict[str, Counter[str]] = field(default_factory=dict)
 
     @property
@@ -52,19 +56,21 @@ class Accounting:
         """Count one row out and write it to the quarantine file."""
         self.dropped[problem.reason] += 1
         detail = problem.detail.encode("utf-8", "backslashreplace").decode()[:300]
-        self.examples.setdefault(problem.reason, f"{where}: {detail}")
-        record = {"where": where, "reason": problem.reason, "detail": detail}
-        self.quarantine.write(json.dumps(record, ensure_ascii=False) + "\n")
+        shown = self.details.setdefault(problem.reason, [])
+        line = f"{where}: {detail}" if detail else where
+        if len(shown) < DETAILS_KEPT and line not in shown:
+            shown.append(line)
+        if self.quarantine is not None:
+            record = {"where": where, "reason": problem.reason, "detail": detail}
+            self.quarantine.write(json.dumps(record, ensure_ascii=False) + "\n")
 
     def keep(self, items: Sequence[Prompt | Sample]) -> None:
         """Count one row in, which became `items`."""
         self.kept += 1
         counts = self.domains.setdefault(items[0].domain, Counter())
         for item in items:
-            counts.update(samples=1, tokens=len(item.input_ids))
-            if isinstance(item, Sample):
-                cut = int(item.finish_reason == "length")
-                counts.update(supervised=int(item.loss_mask.sum()), cut=cut)
+            supervised = int(item.loss_mask.sum()) if isinstance(item, Sample) else 0
+            counts.update(samples=1, tokens=len(item.input_ids), supervised=supervised)
 
     def check(self, min_yield: float, sources: tuple[str, ...]) -> None:
         """Raise CorpusError when nothing, or less than `min_yield`, of the rows is usable; duplicates are."""
@@ -78,7 +84,12 @@ class Accounting:
             f"(corpus.min_yield={min_yield:g}); top reasons:"
         ]
         for reason, count in self.dropped.most_common(5):
-            lines.append(f"  {count:>7} {reason}, e.g. {self.examples[reason]}")
+            lines.append(f"  {count:>7} {reason}, e.g. {self.details[reason][0]}")
+        if self.dropped["no_conversation"]:
+            lines.append(f"  columns found: {', '.join(sorted(self.columns)[:40])}")
+            lines.append(
+                "  columns understood: messages, conversations, turns; input_ids + loss_mask"
+            )
         lines.append("Repair the data, or lower corpus.min_yield when this loss is expected.")
         raise CorpusError("\n".join(lines))
 
@@ -89,7 +100,8 @@ class Accounting:
             "rows_kept": self.kept,
             "samples": self._totals()["samples"],
             "dropped": dict(self.dropped.most_common()),
-            "examples": self.examples,
+            "fixed": dict(self.fixed.most_common()),
+            "examples": self.details,
             "domains": {name: dict(counts) for name, counts in sorted(self.domains.items())},
         }
         write_atomic(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -101,7 +113,7 @@ class Accounting:
         return (
             f"rows {self.rows_in} = kept {self.kept} + dropped {self.dropped.total()}"
             f" ({reasons or 'none'}) | samples {totals['samples']} | tokens {totals['tokens']}"
-            f" | supervised {totals['supervised']} | cut {totals['cut']}"
+            f" | supervised {totals['supervised']}"
         )
 
     def _totals(self) -> Counter[str]:

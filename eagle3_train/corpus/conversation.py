@@ -29,7 +29,6 @@ ROLES = {
     "tool": "tool",
 }
 KEYS = ("messages", "conversations")
-UNDERSTOOD = "messages, conversations, turns; input_ids + loss_mask"
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 TEXT_PARTS = ("text", "input_text", "output_text")
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -40,7 +39,7 @@ class Conversation:
     """OpenAI messages with their tools.
 
     followups: user turns to ask after the target has answered `messages`. cut: the last answer ended
-    at a token limit, so no stop token belongs to it.
+    at a token limit, so no stop token belongs to it. fixes: what normalising changed.
     """
 
     messages: list[Message]
@@ -48,6 +47,7 @@ class Conversation:
     domain: str = "general"
     followups: tuple[str, ...] = ()
     cut: bool = False
+    fixes: tuple[str, ...] = ()
 
     @property
     def id(self) -> str:
@@ -66,7 +66,7 @@ class Conversation:
 
     @staticmethod
     def from_json(text: str) -> Conversation:
-        """The conversation that `to_json` wrote (domain aside)."""
+        """The conversation that `to_json` wrote (domain and fixes aside)."""
         content = json.loads(text)
         return Conversation(
             content["messages"], content["tools"], followups=tuple(content["followups"])
@@ -79,19 +79,18 @@ class Conversation:
         return replace(self, messages=messages, followups=self.followups[1:])
 
 
-def parse_row(row: dict[str, Any], config: CorpusConfig, vocab_size: int) -> Conversation | Sample:
+def parse_row(row: dict[str, Any], config: CorpusConfig) -> Conversation | Sample:
     """Normalise one row; an assistant turn of `weight` 0 is context. Raises Unusable.
 
-    A row that was tokenised elsewhere, with ids below vocab_size, is a Sample already; its mask is all False when
-    it came with none.
+    A row that was tokenised elsewhere is a Sample already; its mask is all False when it came with none.
     """
     domain = str(row.get("domain") or row.get("category") or "general")
     if row.get("input_ids") is not None:
-        return _token_row(row, domain, vocab_size)
+        return _token_row(row, domain)
     if media := next((key for key in MEDIA if row.get(key)), None):
         raise Unusable("multimodal", f"column {media}: text only is supported")
     followups: tuple[str, ...] = ()
-    if row.get("turns") and not any(map(row.get, KEYS)):
+    if row.get("turns") and not any(key in row for key in KEYS):
         if not isinstance(row["turns"], list) or not all(isinstance(t, str) for t in row["turns"]):
             raise Unusable("malformed_turn", "turns must be a list of strings")
         messages = [{"role": "user", "content": row["turns"][0]}]
@@ -100,9 +99,17 @@ def parse_row(row: dict[str, Any], config: CorpusConfig, vocab_size: int) -> Con
         messages = _messages(row, ROLES | config.roles)
     if isinstance(row.get("system"), str) and row["system"].strip():
         messages = [{"role": "system", "content": row["system"]}, *messages]
-    messages, tools = _arrange(messages, config), _tools(row.get("tools"))
-    cut = row.get("finish_reason") == "length"
-    conversation = Conversation(messages, tools, domain, followups, cut)
+    messages, fixes = _arrange(messages, config)
+    if "conversations" in row:
+        fixes.append("sharegpt")
+    conversation = Conversation(
+        messages,
+        _tools(row.get("tools")),
+        domain,
+        followups,
+        cut=row.get("finish_reason") == "length",
+        fixes=tuple(fixes),
+    )
     try:
         (conversation.to_json() + domain).encode()
     except UnicodeEncodeError as error:
@@ -132,12 +139,12 @@ def cut_for_answer(conversation: Conversation, history: str) -> Conversation:
     return replace(conversation, messages=messages, followups=followups)
 
 
-def _token_row(row: dict[str, Any], domain: str, vocab_size: int) -> Sample:
+def _token_row(row: dict[str, Any], domain: str) -> Sample:
     ids, given = row["input_ids"], row.get("loss_mask")
     if not isinstance(ids, list) or not ids or not all(type(id) is int for id in ids):
         raise Unusable("malformed_ids", "input_ids must be a non-empty list of integers")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise Unusable("id_out_of_range", f"{min(ids)} to {max(ids)}, vocabulary {vocab_size}")
+    if min(ids) < 0 or max(ids) >= 2**31:
+        raise Unusable("id_out_of_range", f"ids run from {min(ids)} to {max(ids)}")
     mask = [0] * len(ids) if given is None else given
     if not isinstance(mask, list) or not all(flag in (0, 1) for flag in mask):
         raise Unusable("malformed_mask", "loss_mask must be a list of 0 and 1")
@@ -150,11 +157,12 @@ def _token_row(row: dict[str, Any], domain: str, vocab_size: int) -> Sample:
 
 def _messages(row: dict[str, Any], roles: dict[str, str]) -> list[Message]:
     """The turns under `messages` or `conversations`; both may be there only if they agree."""
-    found = {key: _decoded(row.get(key), "conversation") for key in KEYS}
+    found = {key: _decoded(row[key], "conversation") for key in KEYS if key in row}
+    if not found:
+        raise Unusable("no_conversation", f"columns {', '.join(list(row)[:10])}")
     given = {key: turns for key, turns in found.items() if turns is not None}
     if not given:
-        columns = ", ".join(sorted(key for key in row if row[key] is not None)[:40])
-        raise Unusable("no_conversation", f"columns found: {columns}; understood: {UNDERSTOOD}")
+        raise Unusable("null_conversation", " and ".join(found))
     parsed: list[list[Message]] = []
     for key, turns in given.items():
         if not isinstance(turns, list):
@@ -254,20 +262,26 @@ def _decoded(value: Any, what: str) -> Any:
         raise Unusable(f"bad_{what}", f"not JSON: {error}") from error
 
 
-def _arrange(messages: list[Message], config: CorpusConfig) -> list[Message]:
+def _arrange(messages: list[Message], config: CorpusConfig) -> tuple[list[Message], list[str]]:
     """Apply the rules for system turns and for a leading assistant turn."""
+    fixes: list[str] = []
     rest = list(itertools.dropwhile(lambda m: m["role"] == "system", messages))
     system = messages[: len(messages) - len(rest)]
     if len(system) > 1:
+        if config.several_system_turns == "skip_row":
+            raise Unusable("several_system_turns", f"{len(system)} system turns")
         merged = "\n\n".join(message["content"] for message in system)
         system = [{"role": "system", "content": merged}]
+        fixes.append("merged_system_turns")
     if not system and config.system_prompt is not None:
         system = [{"role": "system", "content": config.system_prompt}]
+        fixes.append("added_system_prompt")
     while rest and rest[0]["role"] == "assistant":
         if config.leading_assistant == "skip_row":
             raise Unusable("leading_assistant", "set corpus.leading_assistant=drop_turn to use it")
         rest = rest[1:]
-    return [*system, *rest]
+        fixes.append("dropped_leading_assistant")
+    return [*system, *rest], fixes
 
 
 def _digest(value: Any) -> str:

@@ -161,7 +161,7 @@ def evaluate_sources(config: JobConfig, renderer: Renderer | None) -> Check:
         fix = "correct evaluate.sources, or leave prompts room: engine.max_model_len, evaluate.sampling.max_new_tokens"
         return Check(name, "fail", str(error), fix)
     prompts = [prompt for group in found.values() for prompt in group]
-    first, later = find_leaks(_trained(config, renderer.vocab_size), prompts)
+    first, later = find_leaks(_trained(config), prompts)
     counts = ", ".join(f"{Path(source).name} {len(group)}" for source, group in found.items())
     reason = f"prompts that fit: {counts}"
     if first or later:
@@ -170,7 +170,7 @@ def evaluate_sources(config: JobConfig, renderer: Renderer | None) -> Check:
     return Check(name, "ok", reason)
 
 
-def _trained(config: JobConfig, vocab_size: int) -> Iterator[str]:
+def _trained(config: JobConfig) -> Iterator[str]:
     """The first conversations that the corpus names for training, as far as they are files."""
     local = [source for source in config.corpus.sources if "://" not in source]
     with suppress(CorpusError):  # the corpus check names it
@@ -178,7 +178,7 @@ def _trained(config: JobConfig, vocab_size: int) -> Iterator[str]:
             if isinstance(row.fields, Unusable):
                 continue
             with suppress(Unusable):
-                said = parse_row(row.fields, config.corpus, vocab_size)
+                said = parse_row(row.fields, config.corpus)
                 held_out = is_held_out(said.id, config.corpus.held_out_fraction)
                 if isinstance(said, Conversation) and not held_out:
                     yield said.to_json()

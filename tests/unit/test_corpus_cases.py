@@ -13,7 +13,7 @@ from corpus_tokenizer import SHARED, renderer
 
 from eagle3_train.config import CorpusConfig
 from eagle3_train.corpus.account import Accounting, CorpusError
-from eagle3_train.corpus.load import NOWHERE, load_given, load_prompts
+from eagle3_train.corpus.load import load_given, load_prompts
 from eagle3_train.corpus.render import Renderer
 from eagle3_train.records import Sample
 
@@ -169,7 +169,7 @@ EXPECTED: dict[str, tuple[int, dict[str, int]]] = {
     "03": (1, {"unknown_role": 2}),
     "04": (1, {"leading_assistant": 1}),
     "05": (2, {}),
-    "06": (1, {"empty_conversation": 1, "no_conversation": 2}),
+    "06": (1, {"empty_conversation": 1, "null_conversation": 1, "no_conversation": 1}),
     "07": (1, {"nothing_supervised": 2}),
     "08": (3, {}),
     "09": (3, {"bad_tools": 1}),
@@ -203,7 +203,7 @@ def source(case: str, where: str, folder: Path) -> str:
 
 
 def given(
-    path: str, quarantine: Path = NOWHERE, made: Renderer = RENDERER, **options: Any
+    path: str, quarantine: Path | None = None, made: Renderer = RENDERER, **options: Any
 ) -> tuple[list[Sample], Accounting]:
     config = CorpusConfig(sources=(path,), max_len=MAX_LEN, min_yield=0, **options)
     return load_given(config, made, quarantine)
@@ -236,9 +236,7 @@ def test_every_row_of_a_case_is_kept_or_quarantined_with_its_reason(
 def test_a_wrong_kind_of_file_is_refused_naming_columns_found_and_understood(
     where: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(
-        CorpusError, match=r"columns found: completion.*prompt; understood: messages, conv"
-    ):
+    with pytest.raises(CorpusError, match=r"columns found: completion.*prompt.*\n.*messages, conv"):
         given(source("21", where, tmp_path))
 
 
@@ -249,8 +247,8 @@ def test_ambiguous_rows_name_both_keys(tmp_path: Path) -> None:
 
 def test_unknown_roles_are_listed_and_can_be_mapped(tmp_path: Path) -> None:
     path = source("03", "own", tmp_path)
-    shown = given(path)[1].examples["unknown_role"]
-    assert "'wren_2'" in shown
+    shown = given(path)[1].details["unknown_role"]
+    assert "'wren_2'" in shown[0]
     _, mapped = given(path, roles={"wren_2": "assistant", "bard": "assistant"})
     assert mapped.kept == 3
 
@@ -259,6 +257,7 @@ def test_a_leading_assistant_turn_can_be_dropped(tmp_path: Path) -> None:
     path = source("04", "own", tmp_path)
     samples, account = given(path, leading_assistant="drop_turn")
     assert account.kept == 2
+    assert account.fixed["dropped_leading_assistant"] == 1
     text = RENDERER.tokenizer.decode(samples[0].input_ids.tolist())
     assert "Ahoy" not in text
 
@@ -267,36 +266,39 @@ def test_a_template_error_concerns_its_row_only(tmp_path: Path) -> None:
     strict = renderer("alternating")
     _, account = given(source("05", "own", tmp_path), made=strict)
     assert account.kept == 1
-    assert "roles must alternate" in account.examples["template"]
+    assert "roles must alternate" in account.details["template"][0]
 
 
-def test_system_prompts_are_the_datas_own_and_several_merge(tmp_path: Path) -> None:
+def test_system_prompts_are_the_datas_own_and_several_merge_or_drop_the_row(tmp_path: Path) -> None:
     path = source("08", "own", tmp_path)
     decode = RENDERER.tokenizer.decode
     texts = [decode(s.input_ids.tolist()) for s in given(path)[0]]
     assert "system\nA\n\nB" in texts[0]
     assert "harbour office" in texts[2]
     assert "harbour office" not in texts[1]
-    samples, _ = given(path, system_prompt="Be calm.")
+    _, skipped = given(path, several_system_turns="skip_row")
+    assert skipped.dropped == {"several_system_turns": 1}
+    samples, added = given(path, system_prompt="Be calm.")
+    assert added.fixed["added_system_prompt"] == 1
     assert "Be calm." in decode(samples[2].input_ids.tolist())
 
 
 def test_duplicates_can_be_kept_under_ids_of_their_own(tmp_path: Path) -> None:
     path = source("20", "own", tmp_path)
-    samples, _ = given(path, deduplicate=False)
+    samples, account = given(path, deduplicate=False)
     assert len({sample.id for sample in samples}) == 3
+    assert account.fixed["reused_id"] == 1
     assert given(path)[0][0].id == samples[0].id
 
 
 def test_a_sample_of_exactly_max_len_is_whole(tmp_path: Path) -> None:
     path = source("22", "own", tmp_path)
     whole = given(path)[0][0]
-    for max_len, cut in ((len(whole.input_ids), 0), (len(whole.input_ids) - 1, 1)):
+    for max_len, length in ((len(whole.input_ids), 0), (len(whole.input_ids) - 1, 1)):
         config = CorpusConfig(sources=(path,), max_len=max_len)
         samples, account = load_given(config, RENDERER)
         assert len(samples[0].input_ids) == max_len
-        assert account.domains["general"]["cut"] == cut
-        assert samples[0].finish_reason == ("length" if cut else "given")
+        assert account.fixed["truncated"] == length
 
 
 def test_rows_marked_as_cut_at_the_token_limit_teach_no_stop(tmp_path: Path) -> None:

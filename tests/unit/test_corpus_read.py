@@ -82,7 +82,7 @@ def test_nulls_that_arrow_fills_in_are_not_part_of_a_message(tmp_path: Path) -> 
     pq.write_table(pa.Table.from_pylist(MIXED), tmp_path / "a.parquet")
     (tmp_path / "a.jsonl").write_bytes(jsonl(MIXED))
     ids = [
-        [parse_row(row, CorpusConfig(), 100).id for row in fields(str(tmp_path / name))]
+        [parse_row(row, CorpusConfig()).id for row in fields(str(tmp_path / name))]
         for name in ("a.parquet", "a.jsonl")
     ]
     assert ids[0] == ids[1]
@@ -188,7 +188,7 @@ def test_missing_sources_stop_the_job(tmp_path: Path) -> None:
 )
 def test_rows_of_unexpected_shape_are_refused_by_name(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(Unusable) as problem:
-        parse_row(row, CorpusConfig(), 100)
+        parse_row(row, CorpusConfig())
     assert problem.value.reason == reason
 
 
@@ -196,7 +196,7 @@ def test_conversations_stored_as_json_text_and_agreeing_keys_are_read() -> None:
     turns = ROWS[0]["messages"]
     sharegpt = [{"from": "human", "value": "Question 0"}, {"from": "gpt", "value": "A"}]
     ids = {
-        parse_row(row, CorpusConfig(), 100).id
+        parse_row(row, CorpusConfig()).id
         for row in (
             {"messages": turns},
             {"messages": json.dumps(turns)},
@@ -208,7 +208,7 @@ def test_conversations_stored_as_json_text_and_agreeing_keys_are_read() -> None:
 
 
 def test_conversations_survive_their_json_text() -> None:
-    talk = parse_row({**MIXED[2], "tools": [{"type": "function"}]}, CorpusConfig(), 100)
+    talk = parse_row({**MIXED[2], "tools": [{"type": "function"}]}, CorpusConfig())
     assert isinstance(talk, Conversation)
     again = Conversation.from_json(talk.to_json())
     assert (again.messages, again.tools, again.id) == (talk.messages, talk.tools, talk.id)

@@ -90,7 +90,7 @@ def identity(question: str, answer: str, system: str | None = None) -> str:
     turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
     if system:
         turns.insert(0, {"role": "system", "content": system})
-    return parse_row({"messages": turns}, CorpusConfig(), 100).id
+    return parse_row({"messages": turns}, CorpusConfig()).id
 
 
 def test_one_question_never_falls_on_both_sides_of_the_split() -> None:
