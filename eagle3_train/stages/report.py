@@ -16,7 +16,14 @@ from eagle3_train.config import JobConfig
 from eagle3_train.drafter.model_card import interval, number, served, shares, yes
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.runlog import log, read_metrics
-from eagle3_train.stages.report_page import Document, Table, draw_figures, html, markdown
+from eagle3_train.stages.report_page import (
+    Document,
+    Table,
+    draw_figures,
+    html,
+    markdown,
+    trained_tokens,
+)
 
 Json = dict[str, Any]
 
@@ -78,7 +85,7 @@ def summarise(config: JobConfig, run_dir: RunDir) -> Json:
         **evaluation,
         "evaluation_rows": rows,
         **{key: trained[key] for key in OF_TRAINING},
-        "tokens_trained": sum(line["perf/tokens"] for line in steps),
+        "tokens_trained": int(max(trained_tokens(steps)[1])),
         "final_loss": steps[-1]["train/loss"] if steps else None,
         "train_tokens_per_s": _median([line["perf/tokens_per_s"] for line in steps]),
         "data_wait_frac": _median([line["perf/data_wait_frac"] for line in steps]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from base64 import b64encode
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import matplotlib as mpl
@@ -104,6 +105,12 @@ def _svg(figure: Figure) -> str:
     return buffer.getvalue()
 
 
+def trained_tokens(steps: list[Json]) -> tuple[list[int], list[float]]:
+    """Steps and the tokens trained by then, from 0."""
+    tokens = [0.0, *accumulate(float(line["perf/tokens"]) for line in steps)]
+    return [0, *(line["step"] for line in steps)], tokens
+
+
 def _training(metrics: list[Json]) -> Figure | None:
     steps = [line for line in metrics if "train/loss" in line]
     evaluations = [line for line in metrics if "eval/expected_acceptance_length" in line]
@@ -111,13 +118,16 @@ def _training(metrics: list[Json]) -> Figure | None:
         return None
     figure = Figure(figsize=SIZE, layout="constrained")
     axes = figure.subplots()
-    axes.plot([s["step"] for s in steps], [s["train/loss"] for s in steps], color=SLATE)
-    axes.set(title="Training", xlabel="optimiser steps", ylabel="loss")
+    at, tokens = trained_tokens(steps)
+    axes.plot(tokens[1:], [s["train/loss"] for s in steps], color=SLATE)
+    axes.set(title="Training", xlabel="tokens trained", ylabel="loss")
+    axes.ticklabel_format(axis="x", style="sci", scilimits=(0, 5), useMathText=True)
     if evaluations:
         right = axes.twinx()
         right.grid(visible=False)
+        when = np.interp([e["step"] for e in evaluations], at, tokens)
         lengths = [e["eval/expected_acceptance_length"] for e in evaluations]
-        right.plot([e["step"] for e in evaluations], lengths, "o-", color=BLUE, markersize=4)
+        right.plot(when, lengths, "o-", color=BLUE, markersize=4)
         right.set_ylabel("expected acceptance length, held out", color=BLUE)
     return figure
 

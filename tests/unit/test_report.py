@@ -13,6 +13,7 @@ import pytest
 from eagle3_train.config import JobConfig
 from eagle3_train.rundir import RunDir, write_atomic
 from eagle3_train.stages import report
+from eagle3_train.stages.report_page import trained_tokens
 
 
 def row(dataset: str, drafter: str, concurrency: int, length: float | None) -> dict[str, Any]:
@@ -158,6 +159,11 @@ def test_a_missing_stage_is_named(config: JobConfig, stage: str) -> None:
     (run.evaluation if stage == "evaluate" else run.train_result).unlink()
     with pytest.raises(ValueError, match=f"run the {stage} stage"):
         report.run(config)
+
+
+def test_tokens_trained_are_those_of_all_lines_so_far() -> None:
+    lines = [{"step": 10, "perf/tokens": 70}, {"step": 20, "perf/tokens": 90}]
+    assert trained_tokens(lines) == ([0, 10, 20], [0.0, 70.0, 160.0])
 
 
 def test_a_run_without_an_untrained_or_plain_measurement_says_so_with_dashes(
