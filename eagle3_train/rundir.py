@@ -45,19 +45,25 @@ class RunDir:
         return self.root / "logs" / f"{role}-{rank}.log"
 
 
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file so that a crash leaves the old one or the new one, never a part."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A file to write in the block, then at `path`: a crash leaves the old one or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    data = content.encode() if isinstance(content, str) else content
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
+        yield temporary
+        with temporary.open("rb") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)  # of a full disk, say
+
+
+def write_atomic(path: Path, content: str | bytes) -> None:
+    """Write a file whole or not at all (`replacing`)."""
+    data = content.encode() if isinstance(content, str) else content
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """The drafter's parameters, named exactly as they are exported (docs/numerics.md, Served forms).
 
-These modules only hold weights; all computation is in `model.py` and what it calls, so that one forward call of the root module
-covers everything FSDP2 has to gather.
+These modules only hold weights; all computation is in `model.py` and what it calls, so that one forward call of the
+root module covers everything FSDP2 has to gather.
 """
 
 import torch

@@ -1,6 +1,7 @@
 """What training starts from: draft vocabulary, frozen target tensors, the drafter's first weights.
 
-The driver writes one file of draft vocabulary and weights, once; every rank of every attempt, and the untrained export, read it.
+The driver writes draft vocabulary and weights into one file, once; every rank of every attempt, and the untrained
+export, read it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from eagle3_train.config import JobConfig
@@ -21,7 +22,7 @@ from eagle3_train.drafter.frozen import FrozenTarget
 from eagle3_train.drafter.model import Eagle3Drafter, init_from_target
 from eagle3_train.drafter.spec import DrafterSpec
 from eagle3_train.records import Sample
-from eagle3_train.rundir import RunDir, reading, write_atomic
+from eagle3_train.rundir import RunDir, reading, replacing
 from eagle3_train.runlog import log
 from eagle3_train.target.derive import drafter_spec
 from eagle3_train.target.facts import locate, read_facts
@@ -54,11 +55,8 @@ def read_drafter(
 
 
 def _frozen(config: JobConfig, dtype: torch.dtype, d2t: Tensor | None) -> FrozenTarget:
-    weights, eps = (
-        read_frozen(config.target.path, dtype),
-        read_facts(config.target.path).rms_norm_eps,
-    )
-    return FrozenTarget(*weights, norm_eps=eps, d2t=d2t)
+    weights, facts = read_frozen(config.target.path, dtype), read_facts(config.target.path)
+    return FrozenTarget(*weights, norm_eps=facts.rms_norm_eps, d2t=d2t)
 
 
 def load_initial(config: JobConfig, drafter: Eagle3Drafter, dtype: torch.dtype) -> FrozenTarget:
@@ -95,7 +93,8 @@ def write_initial(config: JobConfig, train: list[Sample]) -> None:
     if d2t is not None:
         tensors["d2t"] = d2t
     made_for = _made_for(config, renderer) | {"coverage": json.dumps(coverage)}
-    write_atomic(run.initial_weights, save(tensors, made_for))
+    with replacing(run.initial_weights) as temporary:
+        save_file(tensors, temporary, made_for)
 
 
 def check_initial(config: JobConfig, renderer: Renderer) -> dict[str, float]:
