@@ -88,15 +88,13 @@ class Fp8Weight(PlainWeight):
 
     def forward(self, x: Tensor, add: Tensor | None, out: Tensor | None) -> Tensor:
         """x W^T (+ add), into `out` if given."""
-        y = _scaled(round_rows(x), self._rows, x.dtype, "forward" in self.fast)
-        if add is not None:
-            return torch.add(y, add, out=out)
-        return y if out is None else out.copy_(y)
+        place = None if add is not None else out
+        y = _scaled(round_rows(x), self._rows, x.dtype, "forward" in self.fast, place)
+        return y if add is None else torch.add(y, add, out=out)
 
     def input_gradient(self, dy: Tensor, out: Tensor | None) -> Tensor:
         """dy W, into `out` if given."""
-        dx = _scaled(round_rows(dy), self._columns, dy.dtype, "input" in self.fast)
-        return dx if out is None else out.copy_(dx)
+        return _scaled(round_rows(dy), self._columns, dy.dtype, "input" in self.fast, out)
 
     def _add(self, total: Tensor | None, dy: Tensor, x: Tensor) -> Tensor:
         part = _scaled(round_columns(dy), round_columns(x), dy.dtype, "weight" in self.fast)
@@ -112,18 +110,25 @@ E4M3_MAX = 448.0
 
 
 def _scaled(
-    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool
+    a: tuple[Tensor, Tensor],
+    b: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+    fast: bool,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """a b^T of rounded operands [rows, inner] with scales [rows, 1]; off CUDA the same rounding, multiplied in fp32.
+    """a b^T of rounded operands [rows, inner] with scales [rows, 1], into `out` if given.
+
+    Off CUDA the same rounding, multiplied in fp32.
 
     Hopper's fp8 products keep about 14 bits of a sum; without `fast` partial sums go to fp32 registers. Gradients need that,
     and their sums are the longest (rows of a pack): Transformer Engine and torchao are fast in the forward pass only, too.
     """
     if a[0].is_cuda:
         return torch._scaled_mm(
-            a[0], b[0].t(), a[1], b[1].t(), out_dtype=dtype, use_fast_accum=fast
+            a[0], b[0].t(), a[1], b[1].t(), out_dtype=dtype, use_fast_accum=fast, out=out
         )
-    return ((a[0].float() * a[1]) @ (b[0].float() * b[1]).t()).to(dtype)
+    y = ((a[0].float() * a[1]) @ (b[0].float() * b[1]).t()).to(dtype)
+    return y if out is None else out.copy_(y)
 
 
 def round_rows(x: Float[Tensor, "rows inner"]) -> tuple[Tensor, Float[Tensor, "rows 1"]]:
