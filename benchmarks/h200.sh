@@ -12,6 +12,7 @@
 #                                                    kimi-mla"): kimi 335 s, kimi-32k 68 s, each round of ragged about 120 s
 #   bash benchmarks/h200.sh tune SHAPES OUT          tiles of the attention kernels for "kimi-mla llama8b"
 #   bash benchmarks/h200.sh real ROLLOUT OUT         500 steps on 2,000 of a rollout's answers: does fp8 cost loss: 13 s for each of six variants, after up to 110 s
+#   bash benchmarks/h200.sh fp8 OUT                  what each choice of fast sums is worth in time, and a profile of each: about 60 s
 # Seconds of test and step were measured on a host that reads its disk slowly (2026-12-02), where an engine takes 100 to
 # start; the others are limits to give: each was cut off at less.
 # Everything printed goes to OUT too, line by line, so a command that is cut off still says how far it came. Target and
@@ -103,6 +104,10 @@ step)
   ;;
 tune)
   python3 benchmarks/tune_attention.py --shapes $2 2>&1 | tee "$out/tune.txt"
+  ;;
+fp8)
+  python3 benchmarks/step.py --shapes llama8b --impls ours ours-fp8 ours-fp8: ours-fp8:forward+input --supervised 0.6 \
+    --profile "$out/profile" --out "$out/step.jsonl" --warmup 3 --iters 20 2>&1 | tee "$out/fp8.txt" || status=1
   ;;
 real)
   smollm2

@@ -1,7 +1,7 @@
 """One training step: ours beside the peers', on one GPU, in one run.
 
   python benchmarks/step.py --all --peers DIR      parity, every shape, every implementation, the ratio table
-  python benchmarks/step.py --shapes llama8b --impls ours --supervised 0.6 --profile out.json
+  python benchmarks/step.py --shapes llama8b --impls ours --supervised 0.6 --profile DIR
 
 DIR holds drivers/ (bench_common.py and bench_*_step.py) and the peers' checkouts SpecForge/, TorchSpec/ and spec/
 (the speculators wheels unpacked), with site/ for what they import and the host lacks and shims/ for modules they import
@@ -63,7 +63,7 @@ def _launch(
     module = "benchmarks.step_run"
     command = [sys.executable, "-m", module, impl, shape, *map(str, fractions)]
     command += ["--iters", str(options.iters), "--warmup", str(options.warmup)]
-    if options.profile and impl == "ours":
+    if options.profile and impl.startswith("ours"):
         command += ["--profile", str(options.profile)]
     return subprocess.Popen(
         command, env=_environment(options.peers, impl), cwd=ROOT, text=True,

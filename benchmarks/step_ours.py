@@ -303,7 +303,8 @@ def measure_ours(shape: Shape, options: argparse.Namespace, turn: Any) -> None:
         record |= {"flops_done": done + attention}
         print("RESULT " + json.dumps(record), flush=True)
         if options.profile is not None:
-            _profile(partial(ours.step, packs), options.profile)
+            name = f"{options.shape}-{fraction}-{options.impl}.json"
+            _profile(partial(ours.step, packs), options.profile / name)
     turn.together()
 
 
@@ -360,6 +361,7 @@ def _profile(step: Callable[[], object], path: Path) -> None:
         for e in profiler.key_averages()
         if e.self_device_time_total > 0
     ]
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(sorted(found, reverse=True), indent=0))
     for total, count, key in sorted(found, reverse=True)[:34]:
         print(f"{total:9.3f} ms {count:5d}x  {key[:100]}")
