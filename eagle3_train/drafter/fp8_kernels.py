@@ -44,15 +44,15 @@ def _column_tops(
     x, tops, rows, columns, row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, REPEAT: tl.constexpr
 ):  # fmt: skip
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    top = tl.zeros((COLUMNS,), tl.float32)
+    top = tl.zeros((ROWS, COLUMNS), tl.float32)  # of each place in the tile: one reduction, after the loop
     for i in range(REPEAT):
         at = (tl.program_id(0) * REPEAT + i) * ROWS + tl.arange(0, ROWS)
         inside = (at < rows)[:, None] & (cols < columns)[None]
         value = tl.load(
             x + at.to(tl.int64)[:, None] * row_stride + cols[None], mask=inside, other=0.0
         )
-        top = tl.maximum(top, tl.max(tl.abs(value.to(tl.float32)), 0))
-    tl.atomic_max(tops + cols, top, mask=cols < columns)
+        top = tl.maximum(top, tl.abs(value.to(tl.float32)))
+    tl.atomic_max(tops + cols, tl.max(top, 0), mask=cols < columns)
 
 
 @triton.jit(do_not_specialize=["rows"])
