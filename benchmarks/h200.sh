@@ -9,9 +9,9 @@
 #   bash benchmarks/h200.sh evaluate SOURCES EVAL OUT   the evaluation alone, of a run whose drafter is exported: 500 s
 #   bash benchmarks/h200.sh test OUT                 tests/gpu/test_step_gpu.py: 80 s
 #   bash benchmarks/h200.sh step PEERS SHAPES OUT    the training step beside the peers' checkouts in PEERS ("llama8b kimi ragged kimi-32k
-#                                                    kimi-mla"): kimi 335 s, kimi-32k 68 s, each round of ragged about 120 s
+#                                                    kimi-mla"): kimi 335 s, kimi-32k 68 s, each round of ragged about 180 s
 #   bash benchmarks/h200.sh tune SHAPES OUT          tiles of the attention kernels for "kimi-mla llama8b"
-#   bash benchmarks/h200.sh real ROLLOUT OUT         500 steps on 2,000 of a rollout's answers: does fp8 cost loss: 13 s for each of six variants, after up to 110 s
+#   bash benchmarks/h200.sh real ROLLOUT OUT         500 steps on 2,000 of a rollout's answers: does fp8 cost loss: 13 to 20 s for each of ten variants, after up to 130 s
 #   bash benchmarks/h200.sh fp8 OUT                  what each choice of fast sums is worth in time, and a profile of each: about 60 s
 # Seconds of test and step were measured on a host that reads its disk slowly (2026-12-02), where an engine takes 100 to
 # start; the others are limits to give: each was cut off at less.
@@ -106,13 +106,13 @@ tune)
   python3 benchmarks/tune_attention.py --shapes $2 2>&1 | tee "$out/tune.txt"
   ;;
 fp8)
-  python3 benchmarks/step.py --shapes llama8b --impls ours ours-fp8 ours-fp8: ours-fp8:forward+input --supervised 0.6 \
+  python3 benchmarks/step.py --shapes llama8b --impls ours ours-fp8 ours-fp8: ours-fp8:forward+weight ours-fp8:forward+input --supervised 0.6 \
     --profile "$out/profile" --out "$out/step.jsonl" --warmup 3 --iters 20 2>&1 | tee "$out/fp8.txt" || status=1
   ;;
 real)
   smollm2
   python3 benchmarks/step_real.py --target "$target" --rollout "$2" --limit 2000 --draft-vocab 16384 --tokens 4096 --ttt 4 --lr 1e-3 \
-    --device cuda --dtype bfloat16 --cache "$work/step-real.pt" plain fp8 plain@1 fp8@1 fp8: fp8:forward+input 2>&1 | tee "$out/real.txt"
+    --device cuda --dtype bfloat16 --cache "$work/step-real.pt" plain fp8 plain@1 fp8@1 plain@2 fp8@2 plain@3 fp8@3 fp8:forward+weight fp8:forward+input 2>&1 | tee "$out/real.txt"
   ;;
 esac
 exit $status

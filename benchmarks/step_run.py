@@ -197,7 +197,7 @@ def run_speculators(shape: Shape, options: argparse.Namespace, turn: Turn) -> No
 
 
 def _speculators_packs(shape: Shape, fraction: float) -> list[dict[str, torch.Tensor]]:
-    """As many packs as ours, of one length, which its attention wants to be a multiple of 128."""
+    """The same packs as ours, padded to one length (its attention wants multiples of 128)."""
     batches = []
     for pack in split_documents(shape, make_documents(shape, fraction, "cuda")):
         lengths = torch.tensor([len(d["ids"]) for d in pack], device="cuda")
@@ -210,7 +210,7 @@ def _speculators_packs(shape: Shape, fraction: float) -> list[dict[str, torch.Te
             "document_ids": [torch.arange(len(pack), device="cuda").repeat_interleave(lengths)],
         }
         batches.append({name: torch.cat(parts) for name, parts in rows.items()})
-    width = -(-max(len(batch["input_ids"]) for batch in batches) // 128) * 128
+    width = min(shape.budget, -(-sum(shape.lengths) // 128) * 128)
     for batch in batches:
         for name, rows in batch.items():
             fill = -1 if name == "document_ids" else 0

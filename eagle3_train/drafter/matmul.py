@@ -120,8 +120,8 @@ def _scaled(
 
     Off CUDA the same rounding, multiplied in fp32.
 
-    Hopper's fp8 products keep about 14 bits of a sum; without `fast` partial sums go to fp32 registers. Gradients need that,
-    and their sums are the longest (rows of a pack): Transformer Engine and torchao are fast in the forward pass only, too.
+    Hopper's fp8 products keep about 14 bits of a sum; without `fast` partial sums go to fp32 registers. Input gradients need
+    that (docs/log.md, tenth session): Transformer Engine and torchao are fast in the forward pass only, too.
     """
     if a[0].is_cuda:
         return torch._scaled_mm(
