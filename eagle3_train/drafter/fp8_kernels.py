@@ -44,7 +44,7 @@ def _column_tops(
     x, tops, rows, columns, row_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr, REPEAT: tl.constexpr
 ):  # fmt: skip
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    top = tl.zeros((ROWS, COLUMNS), tl.float32)  # of each place in the tile: one reduction, after the loop
+    top = tl.zeros((ROWS, COLUMNS), tl.float32)  # kept per place of the tile, reduced once
     for i in range(REPEAT):
         at = (tl.program_id(0) * REPEAT + i) * ROWS + tl.arange(0, ROWS)
         inside = (at < rows)[:, None] & (cols < columns)[None]
