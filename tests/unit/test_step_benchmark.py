@@ -17,17 +17,18 @@ MLA = replace(SMALL, kv_heads=4, head_dim=24, mla=(32, 24, 8, 16))
 
 
 @pytest.mark.parametrize("small", [SMALL, MLA])
-@pytest.mark.parametrize("packs", [1, 2])
+@pytest.mark.parametrize(("budget", "packs"), [(219, 1), (120, 2)])
 @pytest.mark.parametrize("fraction", [0.35, 0.9])
 def test_a_step_multiplies_what_the_roofline_says_it_needs_and_no_more(
-    small: Shape, packs: int, fraction: float
+    small: Shape, budget: int, packs: int, fraction: float
 ) -> None:
-    shape = replace(small, packs=packs)
+    shape = replace(small, budget=budget)
     drafter, target = build(shape, make_weights(shape, "cpu"), "cpu", torch.float32)
     batches = [
         pack.to("cpu", torch.float32)
         for pack in our_packs(shape, make_documents(shape, fraction, "cpu"))
     ]
+    assert len(batches) == packs
 
     def step() -> None:
         for batch in batches:
@@ -42,11 +43,12 @@ def test_packing_a_step_leaves_its_rows_and_its_loss_alone() -> None:
     drafter, target = build(SMALL, make_weights(SMALL, "cpu"), "cpu", torch.float32)
     documents = make_documents(SMALL, 0.6, "cpu")
     losses, rows = [], []
-    for packs in (1, 3):
+    for budget, packs in ((219, 1), (100, 3)):
         batches = [
             pack.to("cpu", torch.float32)
-            for pack in our_packs(replace(SMALL, packs=packs), documents)
+            for pack in our_packs(replace(SMALL, budget=budget), documents)
         ]
+        assert len(batches) == packs
         rows.append(sum(sum(batch.rows.counts) for batch in batches))
         losses.append(
             sum(drafter(batch, target, LossOptions(), 1.0).loss.item() for batch in batches)
