@@ -304,6 +304,7 @@ def measure_ours(shape: Shape, options: argparse.Namespace, turn: Any) -> None:
         record = measured(shape, fraction, options.impl, times, first_s[fraction])
         record |= _roofline(shape.spec, [pack.rows for pack in host], record["step_ms"])
         record |= {"launch_ms": round(launch_ms, 2), "loss": round(float(timed[-1][1]), 5)}
+        record |= {"packs": len(packs)}
         done = step_flops.products_done(partial(ours.step, packs))
         attention = sum(step_flops.needed(shape.spec, pack.rows).attention for pack in host)
         record |= {"flops_done": done + attention}

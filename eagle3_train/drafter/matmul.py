@@ -121,7 +121,8 @@ def _scaled(
     Off CUDA the same rounding, multiplied in fp32.
 
     Hopper's fp8 products keep about 14 bits of a sum; without `fast` partial sums go to fp32 registers. Input gradients need
-    that (docs/log.md, tenth session): Transformer Engine and torchao are fast in the forward pass only, too.
+    that, weight gradients over 11,000 rows did not show it (docs/log.md, tenth session). Transformer Engine and torchao are
+    fast in the forward pass only, too.
     """
     if a[0].is_cuda:
         return torch._scaled_mm(
