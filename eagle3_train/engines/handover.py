@@ -77,12 +77,6 @@ class Arena:
             del self._used[offset]
             self._changed.notify_all()
 
-    @property
-    def free_bytes(self) -> int:
-        """Bytes not handed out."""
-        with self._changed:
-            return self.nbytes - sum(self._used.values())
-
     def close(self) -> None:
         """Wake waiters and give the file back; views that still exist keep the memory alive."""
         with self._changed:
@@ -96,7 +90,7 @@ class Arena:
         if nbytes > self.nbytes:
             raise ValueError(
                 f"{nbytes} bytes of hidden states do not fit the engine's arena of {self.nbytes} bytes; "
-                "capture shorter samples or smaller packs, or raise EngineSpec.arena_bytes"
+                "lower stream.tokens_per_pack or corpus.max_len"
             )
         need, offset = _aligned(nbytes), 0
         for used in sorted(self._used):

@@ -44,6 +44,8 @@ from eagle3_train.target.facts import read_facts
 
 Json = dict[str, Any]
 
+ALL = "all datasets"
+"""What stands for all of them: no file or domain is likely to be called this."""
 GAP = 0.05
 LOOPS = 0.1
 DISAGREEMENT = 0.001
@@ -123,7 +125,7 @@ def compose(
             if drafter not in overall:
                 compared = pooled(alone), pooled(beside) if beside else None
                 row = served_row(pooled(passes), *compared, everything, exact)
-                overall[drafter] = {"dataset": "all"} | names | row | common
+                overall[drafter] = {"dataset": ALL} | names | row | common
     ours = overall["trained"]
     verdicts = [row["lossless"] for row in rows if row["lossless"] is not None]
     k = config.evaluate.num_speculative_tokens
@@ -161,7 +163,7 @@ def differences(served: dict[str, Measured], concurrency: int) -> dict[str, Json
         dataset: paired_difference(measured.answers, theirs[dataset].answers)
         for dataset, measured in ours.items()
     }
-    return found | {"all": paired_difference(pooled(ours).answers, pooled(theirs).answers)}
+    return found | {ALL: paired_difference(pooled(ours).answers, pooled(theirs).answers)}
 
 
 def rounds(served: Datasets, walks: Walks, k: int) -> list[tuple[int, int]]:

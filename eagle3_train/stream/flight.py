@@ -49,7 +49,6 @@ class StreamCounters:
 
     reserved: int = 0
     in_flight: int = 0
-    peak_reserved: int = 0
     peak_in_flight: int = 0
     delivered_total: int = 0
     captures: int = 0
@@ -58,7 +57,6 @@ class StreamCounters:
     captured_tokens: int = 0
     capture_busy_s: float = 0.0
     bad_samples: int = 0
-    stale: int = 0
     spilled: int = 0
 
 
@@ -133,12 +131,10 @@ class Flight:
 
             await self._changed.wait_for(ready)
             state = self._current(attempt)
-            counters = self.counters
             if window == state.next_window:
                 state.next_window += 1
                 state.reserved[window] = window_bytes
-                counters.reserved += window_bytes
-                counters.peak_reserved = max(counters.peak_reserved, counters.reserved)
+                self.counters.reserved += window_bytes
                 self._changed.notify_all()
 
     async def keep(self, key: PackKey, delivery: Delivery) -> None:
@@ -146,7 +142,6 @@ class Flight:
         async with self._changed:
             state, counters = self._attempt, self.counters
             if state.number != key.attempt or key in state.deliveries:
-                counters.stale += 1
                 return
             state.deliveries[key] = delivery
             counters.in_flight += delivery.nbytes

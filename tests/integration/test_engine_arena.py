@@ -38,13 +38,14 @@ def small_arena(tiny_models: Path) -> Iterator[Engine]:
     engine.close()
 
 
-def free_bytes(engine: Engine) -> int:
+def regions(engine: Engine) -> dict[int, int]:
+    """What is handed out of the arena: offset -> bytes."""
     assert engine._captures is not None
-    return engine._captures._arena.free_bytes
+    return dict(engine._captures._arena._used)
 
 
 def test_more_states_than_the_arena_holds_wait_for_room_and_all_arrive(small_arena: Engine) -> None:
-    before = free_bytes(small_arena)
+    before = regions(small_arena)
     seen: list[int] = []
 
     def consume(seed: int) -> None:
@@ -65,7 +66,7 @@ def test_more_states_than_the_arena_holds_wait_for_room_and_all_arrive(small_are
         assert captured is not None
         assert len(captured.hidden) == 99
         captured.release()
-    assert free_bytes(small_arena) == before
+    assert regions(small_arena) == before
 
 
 def test_fp8_states_are_the_references_but_for_their_rounding(
@@ -85,27 +86,27 @@ def test_fp8_states_are_the_references_but_for_their_rounding(
 
 
 def test_a_pack_that_can_never_fit_is_refused_with_the_remedy(small_arena: Engine) -> None:
-    with pytest.raises(ValueError, match="arena_bytes"):
+    with pytest.raises(ValueError, match=r"arena.*stream\.tokens_per_pack"):
         small_arena.capture([tiny.token_ids(200, 1), tiny.token_ids(200, 2)])
 
 
 def test_a_refused_sample_is_named_and_its_neighbours_are_untouched(small_arena: Engine) -> None:
-    before = free_bytes(small_arena)
+    before = regions(small_arena)
     pack = small_arena.capture([tiny.token_ids(9, 1), np.array([3, 10_000], dtype=np.int32)])
     assert list(pack.bad) == [1]
     assert not pack.hidden[9:].any()
     assert pack.hidden[:9].abs().amax() > 0
     pack.release()
-    assert free_bytes(small_arena) == before
+    assert regions(small_arena) == before
 
 
 def test_an_aborted_request_yields_no_states_and_frees_its_blocks(small_arena: Engine) -> None:
-    before = free_bytes(small_arena)
+    before = regions(small_arena)
     small_arena.submit(tiny.ask(tiny.token_ids(10, 1), max_new_tokens=200, ignore_eos=True))
     while not (running := small_arena._call(lambda: list(small_arena._running))):
         pass
     small_arena._call(lambda: small_arena._llm.abort_request(running))
     for seed in range(8):  # as many blocks as the engine has, several times over
         small_arena.capture([tiny.token_ids(250, seed)]).release()
-    assert free_bytes(small_arena) == before
+    assert regions(small_arena) == before
     assert not small_arena._call(lambda: versions.core_is_busy(small_arena._llm))

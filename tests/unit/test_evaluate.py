@@ -243,9 +243,9 @@ def test_another_drafter_is_compared_on_the_same_prompts(config: JobConfig) -> N
     served = {"trained": measured(better), "other": measured(passed(prompts=5))}
     plain = measured(plainly(prompts=5))
     found = evaluate.compose(config, plain, served, {}, {})["difference_to_other"]
-    assert found.keys() == {"gsm8k", "all"}
-    assert found["all"]["difference"] == pytest.approx(0.5)
-    assert found["all"]["interval"] == pytest.approx([0.5, 0.5])
+    assert found.keys() == {"gsm8k", evaluate.ALL}
+    assert found[evaluate.ALL]["difference"] == pytest.approx(0.5)
+    assert found[evaluate.ALL]["interval"] == pytest.approx([0.5, 0.5])
 
 
 def test_an_evaluation_that_died_measures_nothing_again(config: JobConfig) -> None:
