@@ -90,7 +90,7 @@ class Arena:
         if nbytes > self.nbytes:
             raise ValueError(
                 f"{nbytes} bytes of hidden states do not fit the engine's arena of {self.nbytes} bytes; "
-                "lower stream.tokens_per_pack or corpus.max_len"
+                "capture shorter samples or smaller packs, or raise EngineSpec.arena_bytes"
             )
         need, offset = _aligned(nbytes), 0
         for used in sorted(self._used):

@@ -44,8 +44,6 @@ from eagle3_train.target.facts import read_facts
 
 Json = dict[str, Any]
 
-ALL = "all datasets"
-"""What stands for all of them: no file or domain is likely to be called this."""
 GAP = 0.05
 LOOPS = 0.1
 DISAGREEMENT = 0.001
@@ -125,7 +123,7 @@ def compose(
             if drafter not in overall:
                 compared = pooled(alone), pooled(beside) if beside else None
                 row = served_row(pooled(passes), *compared, everything, exact)
-                overall[drafter] = {"dataset": ALL} | names | row | common
+                overall[drafter] = {"dataset": "all"} | names | row | common
     ours = overall["trained"]
     verdicts = [row["lossless"] for row in rows if row["lossless"] is not None]
     k = config.evaluate.num_speculative_tokens
@@ -154,16 +152,17 @@ def expected_in_training(config: JobConfig) -> float | None:
     return found[-1] if found else None
 
 
-def differences(served: dict[str, Measured], concurrency: int) -> dict[str, Json | None] | None:
-    """Trained minus other on the same prompts, by dataset; null where counters are not per request."""
+def differences(served: dict[str, Measured], concurrency: int) -> list[Json] | None:
+    """Rows of trained minus other on the same prompts, all together last; none without counters per request."""
     if "other" not in served:
         return None
     ours, theirs = (served[name].passes[concurrency] for name in ("trained", "other"))
-    found = {
-        dataset: paired_difference(measured.answers, theirs[dataset].answers)
-        for dataset, measured in ours.items()
-    }
-    return found | {ALL: paired_difference(pooled(ours).answers, pooled(theirs).answers)}
+    pairs = [(name, measured, theirs[name]) for name, measured in ours.items()]
+    return [
+        {"dataset": name} | difference
+        for name, left, right in [*pairs, ("all", pooled(ours), pooled(theirs))]
+        if (difference := paired_difference(left.answers, right.answers))
+    ]
 
 
 def rounds(served: Datasets, walks: Walks, k: int) -> list[tuple[int, int]]:

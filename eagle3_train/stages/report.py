@@ -184,12 +184,11 @@ def compose(summary: Json, changes: Table) -> Document:
         "Served": [served(row) for row in summary["evaluation_rows"]],
         "Against the other drafter": [
             {
-                "dataset": dataset,
+                "dataset": row["dataset"],
                 "acceptance length, trained minus other": number(row["difference"]),
                 "95 % interval": interval(row["interval"]),
             }
-            for dataset, row in (summary["difference_to_other"] or {}).items()
-            if row
+            for row in summary["difference_to_other"] or []
         ],
         "By context length": [
             {

@@ -237,15 +237,22 @@ def test_prompts_that_leak_from_training_alarm(config: JobConfig) -> None:
     assert found["alarms"] == ["2 of 2 prompts resemble training prompts: p1, p3"]
 
 
-def test_another_drafter_is_compared_on_the_same_prompts(config: JobConfig) -> None:
+def test_another_drafter_is_compared_on_the_same_prompts_of_each_dataset(
+    config: JobConfig,
+) -> None:
     answers = tuple(replace(a, accepted_per_position=(12, 9, 8)) for a in passed(prompts=5).answers)
-    better = replace(passed(prompts=5), answers=answers)
-    served = {"trained": measured(better), "other": measured(passed(prompts=5))}
-    plain = measured(plainly(prompts=5))
+    same, better = passed(prompts=5), replace(passed(prompts=5), answers=answers)
+
+    def on_two(first: Measurement, second: Measurement) -> Measured:
+        return Measured({1: {"gsm8k": first, "all": second}}, [], FACTS)  # a file called all.jsonl
+
+    plain = on_two(plainly(prompts=5), plainly(prompts=5))
+    served = {"trained": on_two(better, same), "other": on_two(same, same)}
     found = evaluate.compose(config, plain, served, {}, {})["difference_to_other"]
-    assert found.keys() == {"gsm8k", evaluate.ALL}
-    assert found[evaluate.ALL]["difference"] == pytest.approx(0.5)
-    assert found[evaluate.ALL]["interval"] == pytest.approx([0.5, 0.5])
+    assert [row["dataset"] for row in found] == ["gsm8k", "all", "all"]
+    assert [row["difference"] for row in found] == pytest.approx([0.5, 0.0, 0.25])
+    for row in found:  # every prompt differs by the same
+        assert row["interval"] == pytest.approx([row["difference"]] * 2)
 
 
 def test_an_evaluation_that_died_measures_nothing_again(config: JobConfig) -> None:

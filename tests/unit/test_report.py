@@ -86,15 +86,14 @@ def record(config: JobConfig) -> None:
         },
     )
     write_atomic(run.metrics, "".join(json.dumps(line) + "\n" for line in lines))
-    overall = row("all datasets", "trained", 1, 1.9)
+    overall = row("all", "trained", 1, 1.9)
     evaluation = {
         "trained": overall,
-        "untrained": row("all datasets", "untrained", 1, 1.2)
-        | {"per_position_acceptance": [0.2, 0.0, 0.0]},
+        "untrained": row("all", "untrained", 1, 1.2) | {"per_position_acceptance": [0.2, 0.0, 0.0]},
         "expected_in_training": 1.77,
         "rounds": [[20, 20], [31, 30]],
         "sampled_agreement": 0.4,
-        "difference_to_other": {"all datasets": {"difference": 0.31, "interval": [0.2, 0.42]}},
+        "difference_to_other": [{"dataset": "all", "difference": 0.31, "interval": [0.2, 0.42]}],
         "best_k": 2,
         "lossless": True,
         "alarms": ["prompts <b>leak</b>"],
@@ -142,7 +141,7 @@ def test_contexts_and_the_other_drafter_have_tables_of_their_own(config: JobConf
     report.run(config)
     text = (RunDir(config.run_path).report / "report.md").read_text()
     assert "| <= 256 | 4 | 1.90 | 0.60 0.30 0.10 | 0.60 0.50 0.33 |" in text
-    assert "| all datasets | 0.31 | 0.20 to 0.42 |" in text
+    assert "| all | 0.31 | 0.20 to 0.42 |" in text
     svg = (RunDir(config.run_path).report / "rounds.svg").read_text()
     assert "1 of 2 as walked" in svg
 
