@@ -97,6 +97,8 @@ class Reader:
         for window in windows:
             for _ in window.packs:
                 self._keep(next(packs))
+            held = ray.get(self.coordinator.counters.remote())
+            assert 0 < held.in_flight <= held.reserved <= self.budget
             self.ledger.mark(entry for pack in window.packs for entry in pack.entries)
             ray.get(self.coordinator.ack.remote(attempt, window.index, 0))
             if stop(window):
